@@ -1,0 +1,53 @@
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.stamp
+TORCH := torch==2.13.0
+
+# The stages of `make test` that need more than the base environment, such as test-vllm; each names its own target.
+EXTRA_STAGES ?=
+PYTEST_ARGS ?=
+
+# One thread a process: several ranks share the machine's cores in every distributed test.
+export OMP_NUM_THREADS := 1
+export TOKENIZERS_PARALLELISM := false
+export HF_HUB_OFFLINE := 1
+export HF_HUB_DISABLE_PROGRESS_BARS := 1
+export TRANSFORMERS_VERBOSITY := error
+# On some virtual machines whose processor reports AMX, a bf16 matmul dies of an illegal instruction in oneDNN.
+export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
+
+.DEFAULT_GOAL := test
+.PHONY: setup demo lint test-core test format clean
+
+setup: $(STAMP)
+
+# torch first and alone, so that a local build of it (CPU or CUDA) satisfies what the other packages ask for.
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q $(TORCH)
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: $(STAMP)
+	@$(BIN)/python -m shardproof.demo
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+	$(BIN)/codespell
+
+test-core: $(STAMP)
+	$(BIN)/python -m pytest tests -q -m "not gpu" --ignore=tests/gpu --ignore=tests/vllm $(PYTEST_ARGS)
+
+test: lint test-core $(EXTRA_STAGES)
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf build dist out src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,49 @@
+"""Sharded RL post-training for Hugging Face models, in which every rank can prove what it holds."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+# Public names and the modules they live in; resolved on first use so that `import shardproof` stays light.
+_EXPORTS = {
+    "load": "shardproof.shard.load",
+    "ShardedModel": "shardproof.shard.sharded_model",
+    "LoadReceipt": "shardproof.shard.sharded_model",
+    "attest": "shardproof.shard.attest",
+    "RandomInit": "shardproof.checkpoint.source",
+    "make_mesh": "shardproof.dist.mesh",
+    "init_distributed": "shardproof.dist.launch",
+    "Finding": "shardproof.findings",
+    "ShardproofError": "shardproof.errors",
+    "ConfigError": "shardproof.errors",
+    "Fault": "shardproof.errors",
+    "LoadFault": "shardproof.errors",
+    "ShardFault": "shardproof.errors",
+}
+
+__all__ = sorted(_EXPORTS)
+
+if TYPE_CHECKING:
+    from shardproof.checkpoint.source import RandomInit
+    from shardproof.dist.launch import init_distributed
+    from shardproof.dist.mesh import make_mesh
+    from shardproof.errors import ConfigError, Fault, LoadFault, ShardFault, ShardproofError
+    from shardproof.findings import Finding
+    from shardproof.shard.attest import attest
+    from shardproof.shard.load import load
+    from shardproof.shard.sharded_model import LoadReceipt, ShardedModel
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _EXPORTS:
+        raise AttributeError(f"module 'shardproof' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_EXPORTS[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_EXPORTS])

@@ -1,0 +1,277 @@
+"""Which box of which checkpoint tensor each element of a converted tensor comes from.
+
+transformers describes how a checkpoint becomes a model as chains of tensor operations (stack the experts, concatenate
+gate and up, split, transpose). A `BoxTensor` goes through those very operations in place of a tensor, but only keeps
+account: it is a list of pieces, each a box of the result that equals a box of one source tensor, axes permuted. Any
+slice of the result can then be read straight from the sources. An operation that does more than move boxes around
+raises `NotSliceable`, and the caller converts that one tensor whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import torch
+
+Box = tuple[tuple[int, int], ...]  # (start, stop) for each dim
+
+
+class NotSliceable(Exception):
+    """The operation cannot be expressed as boxes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A box of the result and the box of one source that it equals."""
+
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+    source: str
+    source_start: tuple[int, ...]
+    dims: tuple[
+        int, ...
+    ]  # for each result dim, the source dim it runs along; -1 for a dim the source does not have
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """Read `box` of `source`, permute it to `dims`, and it fills `target` (a box relative to the asked one)."""
+
+    source: str
+    box: Box
+    dims: tuple[int, ...]
+    target: Box
+
+
+class BoxTensor:
+    """A tensor's provenance: shape, dtype and pieces. Immutable."""
+
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype, pieces: Sequence[Piece]):
+        self.shape = torch.Size(shape)
+        self.dtype = dtype
+        self.pieces = tuple(pieces)
+
+    @classmethod
+    def of_source(cls, name: str, shape: Sequence[int], dtype: torch.dtype) -> BoxTensor:
+        zeros = (0,) * len(shape)
+        return cls(shape, dtype, [Piece(zeros, tuple(shape), name, zeros, tuple(range(len(shape))))])
+
+    # The part of the tensor interface that conversion operations use.
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    def dim(self) -> int:
+        return len(self.shape)
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    def contiguous(self) -> BoxTensor:
+        return self
+
+    def chunk(self, chunks: int, dim: int = 0) -> tuple[BoxTensor, ...]:
+        return _chunk(self, chunks, dim)
+
+    def squeeze(self, dim: int | None = None) -> BoxTensor:
+        return _squeeze(self, dim)
+
+    def transpose(self, dim0: int, dim1: int) -> BoxTensor:
+        return _transpose(self, dim0, dim1)
+
+    def __getattr__(self, name: str) -> Any:
+        raise NotSliceable(f"Tensor.{name}")
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        handler = _HANDLERS.get(func)
+        if handler is None:
+            raise NotSliceable(getattr(func, "__name__", str(func)))
+        return handler(*args, **(kwargs or {}))
+
+    def slices(self, box: Box) -> Iterator[Slice]:
+        """What to read from which source to fill `box` of this tensor."""
+        for piece in self.pieces:
+            overlap = _overlap(box, piece)
+            if overlap is None:
+                continue
+            source_box = [(start, start + 1) for start in piece.source_start]
+            for dim, source_dim in enumerate(piece.dims):
+                if source_dim >= 0:
+                    shift = piece.source_start[source_dim] - piece.start[dim]
+                    source_box[source_dim] = (overlap[dim][0] + shift, overlap[dim][1] + shift)
+            target = tuple((a - lo, b - lo) for (a, b), (lo, _) in zip(overlap, box, strict=True))
+            yield Slice(piece.source, tuple(source_box), piece.dims, target)
+
+
+def _overlap(box: Box, piece: Piece) -> Box | None:
+    overlap = []
+    for (lo, hi), start, length in zip(box, piece.start, piece.shape, strict=True):
+        a, b = max(lo, start), min(hi, start + length)
+        if a >= b:
+            return None
+        overlap.append((a, b))
+    return tuple(overlap)
+
+
+def orient(tensor: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
+    """A source box, permuted and reshaped to the axes of the result it belongs to."""
+    kept = [d for d in dims if d >= 0]
+    dropped = [d for d in range(tensor.ndim) if d not in kept]
+    out = tensor if not dropped and kept == list(range(tensor.ndim)) else tensor.permute(*kept, *dropped)
+    for _ in dropped:
+        out = out.squeeze(-1)
+    for position, source_dim in enumerate(dims):
+        if source_dim < 0:
+            out = out.unsqueeze(position)
+    return out
+
+
+def _norm(dim: int, ndim: int) -> int:
+    return dim + ndim if dim < 0 else dim
+
+
+def _stack(tensors: Sequence[BoxTensor], dim: int = 0) -> BoxTensor:
+    first = tensors[0]
+    dim = _norm(dim, first.ndim + 1)
+    pieces = []
+    for index, tensor in enumerate(tensors):
+        if tensor.shape != first.shape:
+            raise NotSliceable("stack of tensors with different shapes")
+        for p in tensor.pieces:
+            pieces.append(
+                Piece(
+                    (*p.start[:dim], index, *p.start[dim:]),
+                    (*p.shape[:dim], 1, *p.shape[dim:]),
+                    p.source,
+                    p.source_start,
+                    (*p.dims[:dim], -1, *p.dims[dim:]),
+                )
+            )
+    shape = (*first.shape[:dim], len(tensors), *first.shape[dim:])
+    return BoxTensor(shape, first.dtype, pieces)
+
+
+def _cat(tensors: Sequence[BoxTensor], dim: int = 0) -> BoxTensor:
+    first = tensors[0]
+    dim = _norm(dim, first.ndim)
+    pieces, offset = [], 0
+    for tensor in tensors:
+        if tensor.shape[:dim] != first.shape[:dim] or tensor.shape[dim + 1 :] != first.shape[dim + 1 :]:
+            raise NotSliceable("cat of tensors with different shapes")
+        for p in tensor.pieces:
+            start = (*p.start[:dim], p.start[dim] + offset, *p.start[dim + 1 :])
+            pieces.append(Piece(start, p.shape, p.source, p.source_start, p.dims))
+        offset += tensor.shape[dim]
+    shape = (*first.shape[:dim], offset, *first.shape[dim + 1 :])
+    return BoxTensor(shape, first.dtype, pieces)
+
+
+def _narrow(tensor: BoxTensor, dim: int, start: int, length: int) -> BoxTensor:
+    box: Box = tuple((start, start + length) if d == dim else (0, n) for d, n in enumerate(tensor.shape))
+    pieces = []
+    for p in tensor.pieces:
+        overlap = _overlap(box, p)
+        if overlap is None:
+            continue
+        source_start = list(p.source_start)
+        for d, source_dim in enumerate(p.dims):
+            if source_dim >= 0:
+                source_start[source_dim] += overlap[d][0] - p.start[d]
+        pieces.append(
+            Piece(
+                tuple(a - lo for (a, _), (lo, _) in zip(overlap, box, strict=True)),
+                tuple(b - a for a, b in overlap),
+                p.source,
+                tuple(source_start),
+                p.dims,
+            )
+        )
+    return BoxTensor([b - a for a, b in box], tensor.dtype, pieces)
+
+
+def _chunk(tensor: BoxTensor, chunks: int, dim: int = 0) -> tuple[BoxTensor, ...]:
+    dim = _norm(dim, tensor.ndim)
+    total = tensor.shape[dim]
+    size = -(-total // chunks)
+    return tuple(_narrow(tensor, dim, at, min(size, total - at)) for at in range(0, total, size))
+
+
+def _unbind(tensor: BoxTensor, dim: int = 0) -> tuple[BoxTensor, ...]:
+    dim = _norm(dim, tensor.ndim)
+    return tuple(_squeeze(_narrow(tensor, dim, i, 1), dim) for i in range(tensor.shape[dim]))
+
+
+def _squeeze(tensor: BoxTensor, dim: int | None = None) -> BoxTensor:
+    wanted = range(tensor.ndim) if dim is None else [_norm(dim, tensor.ndim)]
+    gone = {d for d in wanted if tensor.shape[d] == 1}
+
+    def keep(values: Sequence[int]) -> tuple[int, ...]:
+        return tuple(v for d, v in enumerate(values) if d not in gone)
+
+    pieces = [replace(p, start=keep(p.start), shape=keep(p.shape), dims=keep(p.dims)) for p in tensor.pieces]
+    return BoxTensor(keep(tensor.shape), tensor.dtype, pieces)
+
+
+def _transpose(tensor: BoxTensor, dim0: int, dim1: int) -> BoxTensor:
+    order = list(range(tensor.ndim))
+    dim0, dim1 = _norm(dim0, tensor.ndim), _norm(dim1, tensor.ndim)
+    order[dim0], order[dim1] = order[dim1], order[dim0]
+
+    def swap(values: Sequence[int]) -> tuple[int, ...]:
+        return tuple(values[d] for d in order)
+
+    pieces = [replace(p, start=swap(p.start), shape=swap(p.shape), dims=swap(p.dims)) for p in tensor.pieces]
+    return BoxTensor(swap(tensor.shape), tensor.dtype, pieces)
+
+
+_HANDLERS: dict[Any, Callable[..., Any]] = {
+    torch.stack: _stack,
+    torch.cat: _cat,
+    torch.chunk: _chunk,
+    torch.unbind: _unbind,
+    torch.squeeze: _squeeze,
+    torch.transpose: _transpose,
+}
+
+
+def flat_range_boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[int, Box]]:
+    """The boxes that make up elements [start, stop) of a contiguous tensor, each with its flat offset, in order.
+
+    Every box is contiguous in the flat order, so it can be viewed as one block of a 1-D buffer.
+    """
+    if start >= stop:
+        return
+    if not shape:
+        yield 0, ()
+        return
+    row = prod(shape[1:])
+    first, last = -(-start // row) if row else 0, stop // row if row else 0
+    whole = tuple((0, n) for n in shape[1:])
+    if first > last:  # the range lies inside one row
+        yield from _inside_row(shape, last, start, stop)
+        return
+    if start < first * row:
+        yield from _inside_row(shape, first - 1, start, first * row)
+    if first < last:
+        yield first * row, ((first, last), *whole)
+    if last * row < stop:
+        yield from _inside_row(shape, last, last * row, stop)
+
+
+def _inside_row(shape: Sequence[int], index: int, start: int, stop: int) -> Iterator[tuple[int, Box]]:
+    base = index * prod(shape[1:])
+    for offset, box in flat_range_boxes(shape[1:], start - base, stop - base):
+        yield base + offset, ((index, index + 1), *box)

@@ -1,0 +1,169 @@
+"""From checkpoint names to the model's names, through transformers' own conversion rules."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Mapping
+from copy import copy
+from dataclasses import dataclass, field
+
+import torch
+from transformers import PreTrainedModel
+
+from shardproof.checkpoint.boxes import BoxTensor, NotSliceable
+from shardproof.checkpoint.reader import SliceSource, TensorEntry
+from shardproof.errors import error_for, nearest
+from shardproof.findings import Finding
+from shardproof.model import hf_private
+from shardproof.model.hf_private import WeightConverter
+
+_LISTED = 8
+
+
+@dataclass(frozen=True)
+class WholeConversion:
+    """A conversion that cannot be done slice by slice: these sources, through this rule, give one tensor."""
+
+    converter: WeightConverter
+    first_target: str
+    target: str
+    sources: Mapping[str, tuple[str, ...]]  # source pattern -> checkpoint names, in order
+
+    def convert(self, checkpoint: SliceSource, model: PreTrainedModel) -> torch.Tensor:
+        """The converted tensor. Memory: its sources and itself, whole."""
+        collected = {pattern: [checkpoint.whole(n) for n in names] for pattern, names in self.sources.items()}
+        return _run(self.converter, self.first_target, collected, model)[self.target]
+
+
+@dataclass
+class CheckpointMap:
+    """For each model tensor, where its elements come from."""
+
+    boxes: dict[str, BoxTensor] = field(default_factory=dict)
+    whole: dict[str, WholeConversion] = field(default_factory=dict)
+    operations: dict[str, str] = field(default_factory=dict)  # name -> conversion in words
+    unexpected: list[str] = field(default_factory=list)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.boxes or name in self.whole
+
+
+def map_checkpoint(
+    model: PreTrainedModel, state: dict[str, torch.Tensor], tensors: Mapping[str, TensorEntry]
+) -> CheckpointMap:
+    """The origin of every tensor of `state` (the model's, in names without adapters) that the checkpoint has.
+
+    Nothing is read.
+    """
+    renamings, converters = hf_private.conversion_rules(model)
+    by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
+    prefix = model.base_model_prefix
+    result = CheckpointMap()
+    collected: dict[str, tuple[WeightConverter, dict[str, list[str]]]] = {}
+
+    for name in sorted(tensors, key=hf_private.dot_natural_key):
+        renamed, pattern = hf_private.rename_source_key(name, renamings, converters, prefix, state)
+        if renamed not in state and name in state:
+            renamed, pattern = hf_private.rename_source_key(name, [], [], prefix, state)
+        if renamed not in state:
+            result.unexpected.append(name)
+        elif pattern is None:
+            entry = tensors[name]
+            result.boxes[renamed] = BoxTensor.of_source(name, entry.shape, entry.dtype)
+        else:
+            _, sources = collected.setdefault(renamed, (by_pattern[pattern], defaultdict(list)))
+            sources[pattern].append(name)
+
+    for first_target, (converter, sources) in collected.items():
+        _convert(result, model, tensors, converter, first_target, sources)
+    return result
+
+
+def _convert(
+    result: CheckpointMap,
+    model: PreTrainedModel,
+    tensors: Mapping[str, TensorEntry],
+    converter: WeightConverter,
+    first_target: str,
+    sources: dict[str, list[str]],
+) -> None:
+    """Add what one rule makes of its sources: as boxes, or as a whole conversion if an operation needs values."""
+    operations = ", ".join(type(op).__name__ for op in converter.operations)
+    try:
+        lazy = {
+            pattern: [BoxTensor.of_source(n, tensors[n].shape, tensors[n].dtype) for n in names]
+            for pattern, names in sources.items()
+        }
+        for name, value in _run(converter, first_target, lazy, model).items():
+            result.boxes[name] = value
+            result.operations[name] = operations
+    except NotSliceable:
+        # Shapes and names of the outcome come from a dry run on meta tensors.
+        meta = {
+            pattern: [torch.empty(tensors[n].shape, dtype=tensors[n].dtype, device="meta") for n in names]
+            for pattern, names in sources.items()
+        }
+        frozen = {pattern: tuple(names) for pattern, names in sources.items()}
+        for name in _run(converter, first_target, meta, model):
+            result.whole[name] = WholeConversion(converter, first_target, name, frozen)
+            result.operations[name] = operations
+
+
+def _run(converter: WeightConverter, first_target: str, collected: dict, model: PreTrainedModel) -> dict:
+    """One rule applied to its collected sources (tensors or boxes): {full model name: result}."""
+    rule = copy(converter)
+    rule.collected_tensors = defaultdict(
+        list, {pattern: list(values) for pattern, values in collected.items()}
+    )
+    outcome = rule.convert(first_target, model=model, config=model.config)
+    return {name: value[0] if isinstance(value, list) else value for name, value in outcome.items()}
+
+
+def check_coverage(
+    checkpoint_map: CheckpointMap,
+    model: PreTrainedModel,
+    needed: Mapping[str, tuple[int, ...]],
+    *,
+    may_initialise: set[str],
+    may_ignore: set[str],
+) -> None:
+    """Raise for names missing from, left over in, or shaped differently in the checkpoint, with the nearest names."""
+    missing_patterns, unexpected_patterns = hf_private.ignored_patterns(model)
+    missing = [
+        name
+        for name in needed
+        if name not in checkpoint_map and name not in may_initialise and not _matches(name, missing_patterns)
+    ]
+    unexpected = [
+        name
+        for name in checkpoint_map.unexpected
+        if name not in may_ignore and not _matches(name, unexpected_patterns)
+    ]
+    findings = []
+    if missing:
+        findings.append(Finding("L104", "map", _listing("missing", missing, unexpected), tensor=missing[0]))
+    if unexpected:
+        findings.append(
+            Finding("L105", "map", _listing("unexpected", unexpected, missing), tensor=unexpected[0])
+        )
+    for name, shape in needed.items():
+        boxes = checkpoint_map.boxes.get(name)
+        if boxes is not None and tuple(boxes.shape) != tuple(shape):
+            message = f"{name!r} is {tuple(boxes.shape)} in the checkpoint and {tuple(shape)} in the model."
+            findings.append(Finding("L106", "map", message, tensor=name))
+    if findings:
+        raise error_for(findings)
+
+
+def _matches(name: str, patterns: list[str]) -> bool:
+    return any(re.search(pattern, name) for pattern in patterns)
+
+
+def _listing(kind: str, names: list[str], others: list[str]) -> str:
+    lines = []
+    for name in names[:_LISTED]:
+        near = nearest(name, others)
+        lines.append(f"{name!r}" + (f" (nearest: {near[0]!r})" if near else ""))
+    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+    return f"{len(names)} {kind}: {', '.join(lines)}{more}."

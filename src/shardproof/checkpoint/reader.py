@@ -1,0 +1,200 @@
+"""Safetensors files as memory maps: what is in them, and views of any box of any tensor.
+
+The safetensors package reads tensors; it does not tell where their bytes lie, which the digest of headers, the check
+for truncated files and the service of slices to other ranks need. The header is a length and a JSON object, so it is
+read here, strictly: a file whose header does not account for every one of its bytes is refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from shardproof.checkpoint.boxes import Box
+from shardproof.errors import fail
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+_MAX_HEADER_BYTES = 100 * 2**20
+
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
+    "BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """Where one tensor lies."""
+
+    file: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int  # bytes from the beginning of the file
+    stop: int
+
+
+class SliceSource(Protocol):
+    """Where checkpoint bytes come from: this rank's own files, or another rank that serves them."""
+
+    def view(self, name: str, box: Box) -> torch.Tensor: ...
+
+    def whole(self, name: str) -> torch.Tensor: ...
+
+
+class Checkpoint:
+    """A folder's safetensors files, opened. `tensors` is the index; `view` gives bytes without copying them."""
+
+    def __init__(self, folder: Path | None, headers: dict[str, bytes]):
+        self.folder = folder
+        self.headers = headers
+        self.tensors: dict[str, TensorEntry] = {}
+        for file, header in headers.items():
+            for name, entry in parse_header(file, header).items():
+                if name in self.tensors:
+                    other = self.tensors[name].file
+                    raise fail(
+                        "L103", "read", f"tensor {name!r} is in two files, {other} and {file}.", tensor=name
+                    )
+                self.tensors[name] = entry
+        self._maps: dict[str, torch.Tensor] = {}
+
+    @property
+    def header_digest(self) -> str:
+        """One hash of every file's name and header: equal on all ranks that see the same checkpoint."""
+        state = hashlib.sha256()
+        for file in sorted(self.headers):
+            state.update(file.encode() + b"\0" + self.headers[file] + b"\0")
+        return state.hexdigest()
+
+    def view(self, name: str, box: Box) -> torch.Tensor:
+        """A read-only view of `box` of a tensor, backed by the file."""
+        entry = self.tensors[name]
+        raw = self._bytes(entry.file)[entry.start : entry.stop]
+        tensor = _as_dtype(raw, entry.dtype).view(entry.shape)
+        for dim, (a, b) in enumerate(box):
+            if b - a != entry.shape[dim]:
+                tensor = tensor.narrow(dim, a, b - a)
+        return tensor
+
+    def whole(self, name: str) -> torch.Tensor:
+        return self.view(name, tuple((0, n) for n in self.tensors[name].shape))
+
+    def _bytes(self, file: str) -> torch.Tensor:
+        if file not in self._maps:
+            assert self.folder is not None, (
+                "this rank has the headers only; its slices are served by another rank"
+            )
+            path = self.folder / file
+            # A shared mapping of page-cache pages: no anonymous memory, and no copy before the one into the shard.
+            self._maps[file] = torch.from_file(
+                str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8
+            )
+        return self._maps[file]
+
+
+def _as_dtype(raw: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    size = dtype.itemsize
+    if raw.storage_offset() % size:
+        # Old writers did not align the header; a misaligned tensor has to be copied to be viewed.
+        raw = raw.clone()
+    return raw.view(dtype)
+
+
+def open_checkpoint(folder: Path) -> Checkpoint:
+    """The folder's checkpoint, every header read and checked against its file's size."""
+    files = list_files(folder)
+    checkpoint = Checkpoint(folder, {file: read_header(folder / file) for file in files})
+    described = {file: 8 + len(header) for file, header in checkpoint.headers.items()}
+    for entry in checkpoint.tensors.values():
+        described[entry.file] = max(described[entry.file], entry.stop)
+    for file, end in described.items():
+        size = (folder / file).stat().st_size
+        if end != size:
+            raise fail("L103", "read", f"{file}: its header describes {end} bytes, the file has {size}.")
+    return checkpoint
+
+
+def list_files(folder: Path) -> list[str]:
+    """The safetensors files of a checkpoint, from its index if it has one."""
+    index = folder / INDEX_NAME
+    if not index.exists():
+        if (folder / SINGLE_NAME).exists():
+            return [SINGLE_NAME]
+        found = sorted(path.name for path in folder.glob("*.safetensors"))
+        if found:
+            return found
+        pickled = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in folder.glob(pattern))
+        if pickled:
+            raise fail(
+                "L107", "read", f"{folder} holds {pickled[0]} and no safetensors; unpickling can run code."
+            )
+        raise fail("L101", "read", f"{folder} holds no safetensors file.")
+    try:
+        weight_map = json.loads(index.read_text())["weight_map"]
+        files = sorted(set(weight_map.values()))
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise fail("L103", "read", f"{INDEX_NAME} is not a valid index: {error!r}.") from error
+    for file in files:
+        if Path(file).name != file:
+            raise fail(
+                "L110", "read", f"{INDEX_NAME} names the file {file!r}, which is not inside the folder."
+            )
+    missing = [file for file in files if not (folder / file).exists()]
+    if missing:
+        raise fail("L102", "read", f"{INDEX_NAME} names {', '.join(missing)}, which {folder} does not have.")
+    return files
+
+
+def read_header(path: Path) -> bytes:
+    """The JSON header of a safetensors file, as bytes."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        prefix = file.read(8)
+        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else _MAX_HEADER_BYTES
+        if length > min(_MAX_HEADER_BYTES, size - 8):
+            raise fail("L103", "read", f"{path.name}: its header claims {length} bytes, the file has {size}.")
+        return file.read(length)
+
+
+def parse_header(file: str, header: bytes) -> dict[str, TensorEntry]:
+    """The tensors a header describes, with byte ranges that fit their shapes and do not overlap."""
+    try:
+        described = json.loads(header)
+        described.pop("__metadata__", None)
+        rows = [(n, *i["data_offsets"], tuple(i["shape"]), i["dtype"]) for n, i in described.items()]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise fail("L103", "read", f"{file} is not a safetensors file: {error!r}.") from error
+    base = 8 + len(header)
+    entries = {}
+    for name, start, stop, shape, code in rows:
+        dtype = DTYPES.get(code)
+        if dtype is None:
+            raise fail("L103", "read", f"{file}: {name!r} has the unknown dtype {code}.", tensor=name)
+        if stop - start != prod(shape) * dtype.itemsize or start < 0:
+            raise fail(
+                "L103",
+                "read",
+                f"{file}: {name!r} claims {stop - start} bytes for {shape} {dtype}.",
+                tensor=name,
+            )
+        entries[name] = TensorEntry(file, dtype, shape, base + start, base + stop)
+    previous = base
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)):
+        if entry.start != previous:
+            raise fail(
+                "L103",
+                "read",
+                f"{file}: {name!r} begins at byte {entry.start}, expected {previous}.",
+                tensor=name,
+            )
+        previous = entry.stop
+    return entries

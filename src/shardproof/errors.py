@@ -1,0 +1,64 @@
+"""Exceptions: a `ConfigError` for bad user input, a `Fault` for a broken invariant, both with their findings."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+
+from shardproof.findings import Finding
+
+
+class ShardproofError(Exception):
+    """Root of everything this package raises on purpose."""
+
+    def __init__(self, findings: Sequence[Finding] | Finding):
+        self.findings = [findings] if isinstance(findings, Finding) else list(findings)
+        super().__init__("\n".join(str(finding) for finding in self.findings))
+
+    @property
+    def code(self) -> str:
+        return self.findings[0].code
+
+
+class ConfigError(ShardproofError, ValueError):
+    """Bad user input: the offending key and the nearest valid one are in the message."""
+
+
+class Fault(ShardproofError, RuntimeError):
+    """A broken invariant. Every rank raises the same one."""
+
+
+class LoadFault(Fault):
+    """The checkpoint cannot be loaded as asked (L1xx)."""
+
+
+class ShardFault(Fault):
+    """What a rank holds is not what it should hold (S2xx)."""
+
+
+_BY_LETTER: dict[str, type[ShardproofError]] = {"C": ConfigError, "L": LoadFault, "S": ShardFault}
+
+
+def error_for(findings: Sequence[Finding]) -> ShardproofError:
+    """The exception of the stage that the first finding's code belongs to."""
+    return _BY_LETTER.get(findings[0].code[0], Fault)(findings)
+
+
+def fail(code: str, stage: str, message: str, **where: object) -> ShardproofError:
+    """An exception with one finding; the caller raises it."""
+    return error_for([Finding(code, stage, message, **where)])  # type: ignore[arg-type]
+
+
+def choose(stage: str, key: str, value: object, valid: Iterable[str]) -> str:
+    """`value` if it is one of `valid`, else a ConfigError that names the nearest valid one."""
+    options = list(valid)
+    if value in options:
+        return str(value)
+    near = nearest(str(value), options)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    raise fail("C001", stage, f"{key}={value!r} is not one of {', '.join(options)}.{hint}")
+
+
+def nearest(name: str, candidates: Iterable[str], limit: int = 1) -> list[str]:
+    """The `limit` candidates closest to `name`; empty when none is close."""
+    return difflib.get_close_matches(name, list(candidates), n=limit, cutoff=0.5)

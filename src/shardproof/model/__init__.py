@@ -1,0 +1,1 @@
+"""Hugging Face configs to meta modules, and facts about them."""

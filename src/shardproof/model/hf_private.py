@@ -1,0 +1,92 @@
+"""What this project needs of transformers' private interface, in one place.
+
+tests/unit/test_private_interfaces.py fails when one of these moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+)
+from transformers.initialization import no_init_weights
+
+__all__ = ["WeightConverter", "WeightRenaming", "dot_natural_key", "no_init_weights", "rename_source_key"]
+
+
+def conversion_rules(model: PreTrainedModel) -> tuple[list[WeightRenaming], list[WeightConverter]]:
+    """The renamings and converters that turn this family's checkpoint into the model's state."""
+    rules = get_model_conversion_mapping(model)
+    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+    return renamings, [rule for rule in rules if isinstance(rule, WeightConverter)]
+
+
+def tied_names(model: PreTrainedModel) -> dict[str, str]:
+    """{name: name it is tied to} for every tie the config asks for."""
+    return model.get_expanded_tied_weights_keys(all_submodels=True)
+
+
+def ignored_patterns(model: PreTrainedModel) -> tuple[list[str], list[str]]:
+    """Patterns of checkpoint names that may be missing, and of names that may be left over."""
+    missing = list(model._keys_to_ignore_on_load_missing or [])
+    unexpected = list(model._keys_to_ignore_on_load_unexpected or [])
+    buffers = [name for name, _ in model.named_buffers()]
+    # Buffers that older checkpoints stored and today's modules compute.
+    if any(name.endswith("rotary_emb.inv_freq") for name in buffers):
+        unexpected.append(r"rotary_emb\.inv_freq")
+    if any(name.endswith("position_ids") for name in buffers):
+        unexpected.append(r"(^|\.)position_ids$")
+    return missing, unexpected
+
+
+def block_classes(model: PreTrainedModel) -> set[str]:
+    """Class names of the modules that are sharded as one unit."""
+    names: set[str] = set()
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            names.update(module._no_split_modules or [])
+    return names
+
+
+def initialiser_of(model: PreTrainedModel, module_name: str) -> PreTrainedModel:
+    """The innermost Hugging Face model around a submodule: its `_init_weights` is the one that applies."""
+    owner: nn.Module = model
+    innermost = model
+    for part in module_name.split(".") if module_name else []:
+        owner = getattr(owner, part)
+        if isinstance(owner, PreTrainedModel):
+            innermost = owner
+    return innermost
+
+
+@contextmanager
+def quiet_initialisation() -> Iterator[None]:
+    """Run `_init_weights` without autograd and without moving the global random state."""
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        yield
+
+
+def run_init_weights(model: PreTrainedModel, module_name: str, module: nn.Module) -> None:
+    """Let the model's own `_init_weights` fill `module`, which stands at `module_name`."""
+    initialiser_of(model, module_name)._init_weights(module)
+
+
+def set_implementations(
+    model_kwargs: dict[str, Any], attention: str | None, experts: str | None
+) -> dict[str, Any]:
+    """`model_kwargs` with the asked attention and experts implementations."""
+    if attention is not None:
+        model_kwargs["attn_implementation"] = attention
+    if experts is not None:
+        model_kwargs["experts_implementation"] = experts
+    return model_kwargs

@@ -1,0 +1,74 @@
+"""Every parameter and buffer of a skeleton once, with the names it answers to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from shardproof.model.lora import base_name, is_adapter
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """One parameter or persistent buffer."""
+
+    name: str  # canonical: the first of its names in module order
+    names: tuple[str, ...]  # canonical and tied names
+    base_names: tuple[str, ...]  # the same, as the model without adapters calls them
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    trainable: bool
+    is_buffer: bool = False
+
+    @property
+    def is_adapter(self) -> bool:
+        return is_adapter(self.name)
+
+    @property
+    def numel(self) -> int:
+        return torch.Size(self.shape).numel()
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """What a model holds: parameters, buffers that belong to its checkpoint, buffers that it computes."""
+
+    parameters: tuple[TensorInfo, ...]
+    persistent_buffers: tuple[TensorInfo, ...]
+    computed_buffers: tuple[str, ...]
+
+    @property
+    def stored(self) -> tuple[TensorInfo, ...]:
+        """Everything that a checkpoint or an initialisation has to provide."""
+        return self.parameters + self.persistent_buffers
+
+
+def take_inventory(model: nn.Module) -> Inventory:
+    """The inventory of a model, tied tensors counted once."""
+    parameters = _group(model.named_parameters(remove_duplicate=False), is_buffer=False)
+    computed: set[str] = set()
+    for module_name, module in model.named_modules(remove_duplicate=False):
+        computed.update(f"{module_name}.{leaf}".lstrip(".") for leaf in module._non_persistent_buffers_set)
+    buffers = list(model.named_buffers(remove_duplicate=False))
+    persistent = _group(((n, b) for n, b in buffers if n not in computed), is_buffer=True)
+    return Inventory(parameters, persistent, tuple(n for n, _ in buffers if n in computed))
+
+
+def _group(named: object, *, is_buffer: bool) -> tuple[TensorInfo, ...]:
+    by_tensor: dict[torch.Tensor, list[str]] = {}
+    for name, tensor in named:  # type: ignore[attr-defined]
+        by_tensor.setdefault(tensor, []).append(name)
+    return tuple(
+        TensorInfo(
+            name=names[0],
+            names=tuple(names),
+            base_names=tuple(base_name(n) for n in names),
+            shape=tuple(tensor.shape),
+            dtype=tensor.dtype,
+            trainable=tensor.requires_grad,
+            is_buffer=is_buffer,
+        )
+        for tensor, names in by_tensor.items()
+    )

@@ -1,0 +1,59 @@
+"""The sharded root: a thin wrapper around the Hugging Face model, so that everything runs inside one FSDP forward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+POLICY, REFERENCE, CRITIC = "policy", "reference", "critic"
+ROLES = (POLICY, REFERENCE, CRITIC)
+VALUE_HEAD = "score"
+# The wrapper's own attribute; it is stripped from every name that leaves the project.
+ROOT_PREFIX = "model."
+
+
+class RoleModule(nn.Module):
+    """`forward(task=...)` runs one of the model's jobs with the root's parameters gathered.
+
+    The head, the embedding and whatever else is in no block belong to the FSDP root. Calling them from outside the
+    root's forward would read shards, so each job that touches them is a branch of this forward.
+    """
+
+    def __init__(self, model: PreTrainedModel, role: str):
+        super().__init__()
+        self.model = model
+        self.role = role
+
+    def forward(self, *args: Any, task: str | None = None, **kwargs: Any) -> Any:
+        task = task or ("values" if self.role == CRITIC else "logits")
+        if task == "logits":
+            return self.model(*args, **kwargs)
+        if task == "values":
+            return self.values(*args, **kwargs)
+        raise ValueError(f"unknown task {task!r}; expected logits or values")
+
+    def values(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """One value for each token."""
+        hidden = self.model.base_model(*args, **kwargs)[0]
+        return self.model.get_submodule(VALUE_HEAD)(hidden).squeeze(-1)
+
+
+def attach_value_head(model: PreTrainedModel) -> None:
+    """Replace the language-model head with a linear layer that gives one value a token.
+
+    The name and shape are those of transformers' sequence classifiers, so a saved critic loads there too.
+    """
+    head = model.get_output_embeddings()
+    for name, module in model.named_modules():
+        if module is head:
+            parent, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(parent), leaf, nn.Identity())
+    model.config.tie_word_embeddings = False
+    text_config = model.config.get_text_config()
+    text_config.tie_word_embeddings = False
+    width = model.get_input_embeddings().get_parameter("weight").shape[-1]
+    hidden_size = int(getattr(text_config, "hidden_size", width))
+    model.add_module(VALUE_HEAD, nn.Linear(hidden_size, 1, bias=False, device="meta", dtype=torch.float32))

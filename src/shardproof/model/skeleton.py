@@ -1,0 +1,83 @@
+"""From a Hugging Face config to a module on the meta device: shapes and ties, no memory."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from shardproof.errors import fail
+from shardproof.model import hf_private
+from shardproof.model.buffers import compute_buffers
+from shardproof.model.lora import inject_lora
+from shardproof.model.roles import CRITIC, REFERENCE, attach_value_head
+
+
+@dataclass(frozen=True)
+class Skeleton:
+    """A model whose parameters are on meta and whose computed buffers hold their values."""
+
+    model: PreTrainedModel
+    role: str
+    buffer_writers: dict[str, str]  # {buffer name: who computed it}
+    has_lora: bool
+
+
+def build_skeleton(
+    config: PretrainedConfig,
+    *,
+    role: str,
+    lora: Any = None,
+    param_dtype: torch.dtype = torch.float32,
+    trust_remote_code: bool = False,
+    attn_implementation: str | None = None,
+    experts_implementation: str | None = None,
+) -> Skeleton:
+    """The model of `config` for `role`, with adapters if asked, tied as the config ties it. Memory: buffers only."""
+    config = deepcopy(config)
+    kwargs = hf_private.set_implementations({}, attn_implementation, experts_implementation)
+    if trust_remote_code:
+        kwargs["trust_remote_code"] = True
+    try:
+        # float32 is what modules compute their buffers in; parameters get their dtype below, one by one.
+        with torch.device("meta"), hf_private.no_init_weights():
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **kwargs)
+    except (ValueError, KeyError, ImportError, NotImplementedError) as error:
+        raise fail("L114", "skeleton", f"model_type={config.model_type!r}: {error}") from error
+    if role == CRITIC:
+        attach_value_head(model)
+    model.tie_weights()
+    writers = compute_buffers(model)
+    if lora is not None:
+        inject_lora(model, lora)
+        writers = {_with_base_layer(model, name): writer for name, writer in writers.items()}
+    _set_param_dtype(model, param_dtype)
+    if role == REFERENCE:
+        model.requires_grad_(False)
+        model.eval()
+    else:
+        model.train()
+    return Skeleton(model, role, writers, lora is not None)
+
+
+def _with_base_layer(model: nn.Module, name: str) -> str:
+    """A buffer's name after adapters were added around its module."""
+    parent, _, leaf = name.rpartition(".")
+    return f"{parent}.base_layer.{leaf}" if hasattr(model.get_submodule(parent), "base_layer") else name
+
+
+def _set_param_dtype(model: nn.Module, dtype: torch.dtype) -> None:
+    """Give every floating parameter `dtype`, keeping ties. Buffers are not touched: theirs is their module's choice."""
+    replaced: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, param in module._parameters.items():
+            if param is None or not param.is_floating_point() or param.dtype == dtype:
+                continue
+            if param not in replaced:
+                new = torch.empty(param.shape, dtype=dtype, device="meta")
+                replaced[param] = nn.Parameter(new, requires_grad=param.requires_grad)
+            module._parameters[name] = replaced[param]

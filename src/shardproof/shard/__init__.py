@@ -1,0 +1,1 @@
+"""From a skeleton to shards that are written and proved."""

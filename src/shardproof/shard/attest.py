@@ -1,0 +1,331 @@
+"""Attestation: what every rank holds, compared with what it should hold and with what the others hold.
+
+Each check is one function that returns findings. `attest` runs them all and shares the result; it never raises.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn.parallel import DistributedDataParallel
+from transformers import PreTrainedModel
+
+from shardproof.digest import digest
+from shardproof.dist.collectives import exchange, gather_rows, share_findings
+from shardproof.dist.launch import init_distributed
+from shardproof.findings import Finding
+from shardproof.model import hf_private
+from shardproof.model.buffers import fresh_buffers
+from shardproof.model.lora import base_name, is_adapter
+from shardproof.model.roles import ROOT_PREFIX, RoleModule
+from shardproof.shard.sharded_model import ShardedModel
+from shardproof.shard.torch_private import clean_name, fsdp1_parameters, fsdp1_replica_key
+
+_STAGE = "attest"
+# No weight of a trained or initialised language model comes near this; memory that nobody wrote often does.
+_ABSURD = 1e8
+
+
+@dataclass(frozen=True)
+class Held:
+    """A tensor as this rank holds it."""
+
+    name: str
+    local: torch.Tensor
+    shape: tuple[int, ...]  # of the whole tensor
+    shard: tuple[int, int]  # (index, count): ranks with the same index hold the same bytes
+    is_buffer: bool = False
+    is_volatile: bool = False  # legitimately different between ranks
+
+
+def attest(target: ShardedModel | nn.Module, optimizer: torch.optim.Optimizer | None = None) -> list[Finding]:
+    """Everything wrong with a sharded or replicated module, the same list on every rank. Never raises.
+
+    Collective: every rank. The module may be FSDP1, FSDP2, DDP or plain, loaded by this project or not.
+    """
+    init_distributed()
+    module = target.module if isinstance(target, ShardedModel) else target
+    rank = dist.get_rank()
+    held = held_tensors(module)
+    checks: list[Callable[[], list[Finding]]] = [
+        lambda: check_meta(held, rank),
+        lambda: check_values(held, rank, written=isinstance(target, ShardedModel)),
+        lambda: check_ties(module, rank),
+        lambda: check_fresh_buffers(module, rank),
+        lambda: check_optimizer(module, optimizer, rank),
+    ]
+    findings: list[Finding] = []
+    for check in checks:
+        try:
+            findings += check()
+        except Exception as error:
+            findings.append(
+                Finding("L100", _STAGE, f"a check failed: {type(error).__name__}: {error}", rank=rank)
+            )
+    return share_findings(findings) + compare_ranks(held)
+
+
+def held_tensors(module: nn.Module) -> list[Held]:
+    """Every parameter and buffer that this rank holds, under clean names, tied parameters once."""
+    fsdp1 = {
+        param: (fsdp1_replica_key(unit), shape)
+        for unit in FullyShardedDataParallel.fsdp_modules(module)
+        for param, shape in fsdp1_parameters(unit)
+    }
+    tidy = name_cleaner(module)
+    held = []
+    for name, param in module.named_parameters():
+        if isinstance(param, DTensor):
+            local, shape, shard = param.to_local().detach(), tuple(param.shape), _dtensor_shard(param)
+        else:
+            shard, shape = fsdp1.get(param, ((0, 1), tuple(param.shape)))
+            local = param.detach()
+        held.append(Held(tidy(name), local, shape, shard))
+    volatile = _volatile_buffers(module)
+    for name, buffer in module.named_buffers(remove_duplicate=False):
+        held.append(Held(tidy(name), buffer.detach(), tuple(buffer.shape), (0, 1), True, name in volatile))
+    return held
+
+
+def name_cleaner(module: nn.Module) -> Callable[[str], str]:
+    """A function that strips the prefixes of FSDP, DDP, compile and our own root from a tensor's name."""
+    ours = any(isinstance(inner, RoleModule) for inner in module.modules())
+    prefix = "module." if isinstance(module, DistributedDataParallel) else ""
+    root = ROOT_PREFIX if ours else ""
+    return lambda name: clean_name(name).removeprefix(prefix).removeprefix(root)
+
+
+def _dtensor_shard(param: DTensor) -> tuple[int, int]:
+    index, count = 0, 1
+    for axis, placement in enumerate(param.placements):
+        if isinstance(placement, Shard):
+            index = index * param.device_mesh.size(axis) + param.device_mesh.get_local_rank(axis)
+            count *= param.device_mesh.size(axis)
+    return index, count
+
+
+def _volatile_buffers(module: nn.Module) -> set[str]:
+    """Rotary frequencies that forward recomputes from the longest position it met: ranks may differ by right."""
+    names: set[str] = set()
+    for module_name, owner in module.named_modules(remove_duplicate=False):
+        kinds = getattr(owner, "rope_type", None)
+        kinds = set(kinds.values()) if isinstance(kinds, dict) else {kinds}
+        if kinds & {"dynamic", "longrope"}:
+            names.update(
+                f"{module_name}.{n}" for n in owner._buffers if n.endswith("inv_freq") and "original" not in n
+            )
+    return names
+
+
+def check_meta(held: list[Held], rank: int) -> list[Finding]:
+    """Tensors without memory."""
+    return [
+        Finding("S210", _STAGE, f"{item.name!r} is on the meta device.", rank=rank, tensor=item.name)
+        for item in held
+        if item.local.is_meta
+    ]
+
+
+def check_values(held: list[Held], rank: int, *, written: bool) -> list[Finding]:
+    """NaN, Inf and values no model has. With `written` a ledger vouches for zeros; else a zeroed model is reported.
+
+    The screen is one sum a tensor, the fastest full pass there is; only a suspicious tensor is looked at closely.
+    """
+    real = [
+        item
+        for item in held
+        if item.local.is_floating_point() and item.local.numel() and not item.local.is_meta
+    ]
+    sums = [item.local.sum() for item in real]
+    totals = _fetch(sums)
+    findings = []
+    zeros, weights = [], 0
+    for item, total in zip(real, totals, strict=True):
+        if not abs(total) <= _ABSURD:
+            findings += _look_closely(item, rank)
+        if not item.is_buffer and len(item.shape) > 1 and not is_adapter(item.name):
+            weights += item.local.numel()
+            if total == 0 and not written and not item.local.any():
+                zeros.append(item)
+    if sum(item.local.numel() for item in zeros) * 2 > weights > 0:
+        message = f"{len(zeros)} weights are all zero, {zeros[0].name!r} first: placeholders that were never filled."
+        findings.append(Finding("S206", _STAGE, message, rank=rank, tensor=zeros[0].name))
+    return findings
+
+
+def _fetch(scalars: list[torch.Tensor]) -> list[float]:
+    """Scalars on the host with one transfer."""
+    if not scalars:
+        return []
+    return torch.stack([scalar.to(scalars[0].device, torch.float32) for scalar in scalars]).tolist()
+
+
+def _look_closely(item: Held, rank: int) -> list[Finding]:
+    num_nan, num_inf = int(item.local.isnan().sum()), int(item.local.isinf().sum())
+    where = {"rank": rank, "tensor": item.name}
+    if num_nan or num_inf:
+        message = f"{item.name!r} holds {num_nan} NaN and {num_inf} Inf among {item.local.numel()} elements."
+        return [Finding("S205", _STAGE, message, **where)]  # type: ignore[arg-type]
+    largest = float(item.local.abs().max())
+    if largest > _ABSURD:
+        message = f"{item.name!r} holds {largest:.3g}: this looks like memory that nobody wrote."
+        return [Finding("S206", _STAGE, message, **where)]  # type: ignore[arg-type]
+    return []
+
+
+def check_ties(module: nn.Module, rank: int) -> list[Finding]:
+    """Tied parameters that are no longer one."""
+    findings = []
+    for model in _outermost_models(module):
+        params = {base_name(clean_name(n)): p for n, p in model.named_parameters(remove_duplicate=False)}
+        ties = getattr(model, "all_tied_weights_keys", None)
+        for name, tied_to in (hf_private.tied_names(model) if ties is None else ties).items():
+            one, other = params.get(name), params.get(tied_to)
+            if one is None or other is None or one is other:
+                continue
+            if not isinstance(one, DTensor) and one.numel() and one.data_ptr() == other.data_ptr():
+                continue
+            message = f"{name!r} does not share storage with {tied_to!r}, which config.json ties. Expected 1 tensor, found 2."
+            findings.append(Finding("S203", _STAGE, message, rank=rank, tensor=name))
+    return findings
+
+
+def _outermost_models(module: nn.Module) -> list[PreTrainedModel]:
+    """The Hugging Face models in a module that are not inside another one."""
+    if isinstance(module, PreTrainedModel):
+        return [module]
+    return [model for child in module.children() for model in _outermost_models(child)]
+
+
+def check_fresh_buffers(module: nn.Module, rank: int) -> list[Finding]:
+    """Computed buffers that differ from what their module computes from its config: ranks can agree and be wrong."""
+    findings = []
+    for model in _outermost_models(module):
+        volatile = _volatile_buffers(model)
+        actual = dict(model.named_buffers(remove_duplicate=False))
+        if not actual:
+            continue
+        expected = fresh_buffers(model)
+        for name, buffer in actual.items():
+            fresh = expected.get(base_name(clean_name(name)))
+            if fresh is None or name in volatile or buffer.is_meta:
+                continue
+            findings += _compare_buffer(clean_name(name), buffer, fresh, rank)
+    return findings
+
+
+def _compare_buffer(name: str, buffer: torch.Tensor, fresh: torch.Tensor, rank: int) -> list[Finding]:
+    if buffer.dtype != fresh.dtype or buffer.shape != fresh.shape:
+        message = f"buffer {name!r} is {buffer.dtype} {tuple(buffer.shape)}; its module computes {fresh.dtype} {tuple(fresh.shape)}."
+        return [Finding("S208", _STAGE, message, rank=rank, tensor=name)]
+    held = buffer.detach().cpu()
+    # Devices may round a power differently in the last place.
+    same = (
+        torch.allclose(held, fresh, rtol=1e-5, atol=0)
+        if held.is_floating_point()
+        else torch.equal(held, fresh)
+    )
+    if same:
+        return []
+    message = f"buffer {name!r} begins {_head(held)}; its module computes {_head(fresh)}."
+    return [Finding("S209", _STAGE, message, rank=rank, tensor=name)]
+
+
+def _head(tensor: torch.Tensor) -> str:
+    return "[" + ", ".join(f"{value:.6g}" for value in tensor.reshape(-1)[:5].tolist()) + "]"
+
+
+def check_optimizer(module: nn.Module, optimizer: torch.optim.Optimizer | None, rank: int) -> list[Finding]:
+    """Trainable parameters that no group holds, and group members that the module does not have."""
+    if optimizer is None:
+        return []
+    tidy = name_cleaner(module)
+    params = {param: tidy(name) for name, param in module.named_parameters()}
+    grouped = {param for group in optimizer.param_groups for param in group["params"]}
+    findings = []
+    left_out = [name for param, name in params.items() if param.requires_grad and param not in grouped]
+    if left_out:
+        message = f"{len(left_out)} trainable parameters are in no optimizer group, {left_out[0]!r} first."
+        findings.append(Finding("S211", _STAGE, message, rank=rank, tensor=left_out[0]))
+    orphans = [param for param in grouped if param not in params]
+    if orphans:
+        message = f"the optimizer holds {len(orphans)} parameters that are not in the model; the first is {tuple(orphans[0].shape)}."
+        findings.append(Finding("S212", _STAGE, message, rank=rank))
+    return findings
+
+
+def compare_ranks(held: list[Held]) -> list[Finding]:
+    """Tensors that differ between ranks which should hold the same bytes, from one packed exchange.
+
+    Collective: every rank.
+    """
+    world_size = dist.get_world_size()
+    names = [item.name for item in held]
+    of_names = int.from_bytes(hashlib.sha256("\0".join(names).encode()).digest()[:7], "little")
+    rows = gather_rows(torch.tensor([len(names), of_names]))
+    if not bool((rows == rows[0]).all()):
+        return _compare_names(names)
+    table = gather_rows(
+        torch.tensor([_fingerprint(item, world_size) for item in held], dtype=torch.int64).view(-1)
+    )
+    if bool((table == table[0]).all()):
+        return []
+    columns = table.view(world_size, len(held), _FIELDS).transpose(0, 1)
+    return [
+        finding for item, ranks in zip(held, columns, strict=True) for finding in _compare_tensor(item, ranks)
+    ]
+
+
+_FIELDS = 5
+
+
+def _fingerprint(item: Held, world_size: int) -> list[int]:
+    """Type, whole shape, shard index, number of shards, and the digest where another rank holds the same bytes."""
+    kind = int.from_bytes(hashlib.sha256(str(item.local.dtype).encode()).digest()[:7], "little")
+    shape = int.from_bytes(hashlib.sha256(str(item.shape).encode()).digest()[:7], "little")
+    index, count = item.shard
+    replicated = count < world_size and not item.is_volatile and not item.local.is_meta
+    return [kind, shape, index, count, digest(item.local) if replicated else 0]
+
+
+def _compare_tensor(item: Held, ranks: torch.Tensor) -> list[Finding]:
+    kinds = _groups({rank: tuple(row[:2].tolist()) for rank, row in enumerate(ranks)})
+    if len(kinds) > 1:
+        message = f"{item.name!r} has another dtype or shape on ranks {kinds[1]} than on ranks {kinds[0]}."
+        return [Finding("S208", _STAGE, message, rank=kinds[-1][0], tensor=item.name)]
+    findings = []
+    for index in sorted({int(row[2]) for row in ranks}):
+        holders = {rank: int(row[4]) for rank, row in enumerate(ranks) if int(row[2]) == index}
+        groups = _groups(holders)
+        if len(groups) > 1:
+            message = f"{item.name!r} holds other bytes on ranks {groups[1]} than on ranks {groups[0]}."
+            findings.append(Finding("S207", _STAGE, message, rank=groups[-1][0], tensor=item.name))
+    return findings
+
+
+def _groups(values: Mapping[int, object]) -> list[list[int]]:
+    """Ranks with equal values, the largest group first; of equal groups, the one with the lowest rank."""
+    by_value: dict[object, list[int]] = {}
+    for rank, value in values.items():
+        by_value.setdefault(value, []).append(rank)
+    return sorted(by_value.values(), key=lambda ranks: (-len(ranks), ranks[0]))
+
+
+def _compare_names(names: list[str]) -> list[Finding]:
+    """Which tensors some rank does not have. Collective: every rank."""
+    per_rank = exchange(names)
+    findings = []
+    for rank, others in enumerate(per_rank):
+        missing = [name for name in per_rank[0] if name not in set(others)]
+        extra = [name for name in others if name not in set(per_rank[0])]
+        if missing or extra:
+            message = f"compared with rank 0 it lacks {missing[:3]} and has {extra[:3]} besides."
+            findings.append(Finding("S213", _STAGE, message, rank=rank, tensor=(missing + extra)[0]))
+    return findings

@@ -1,0 +1,75 @@
+"""All FullyShardedDataParallel calls, in one place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+
+from shardproof.model.roles import ROOT_PREFIX, RoleModule
+from shardproof.shard import torch_private
+from shardproof.shard.local import LocalShard
+from shardproof.shard.plan import ShardPlan
+from shardproof.shard.settings import ShardSettings
+
+
+def shard_fsdp1(
+    root: RoleModule, plan: ShardPlan, settings: ShardSettings
+) -> tuple[nn.Module, list[LocalShard]]:
+    """Wrap the meta module by units; FSDP1 flattens memory that nobody reads, and only the shards of it stay.
+
+    Memory: this rank's shards, and one unit at a time.
+    """
+    mixed = settings.compute_dtype != settings.param_dtype or settings.reduce_dtype != settings.param_dtype
+    precision = MixedPrecision(
+        param_dtype=settings.compute_dtype,
+        reduce_dtype=settings.reduce_dtype,
+        buffer_dtype=None,  # anything else casts rotary frequencies
+        cast_forward_inputs=settings.compute_dtype != settings.param_dtype,
+        cast_root_forward_inputs=settings.compute_dtype != settings.param_dtype,
+    )
+    options: dict[str, Any] = {
+        "device_mesh": settings.mesh,
+        "sharding_strategy": ShardingStrategy.HYBRID_SHARD
+        if settings.mesh.ndim == 2
+        else ShardingStrategy.FULL_SHARD,
+        "device_id": settings.device,
+        "mixed_precision": precision if mixed else None,
+        "cpu_offload": CPUOffload(offload_params=True) if settings.cpu_offload else None,
+        "use_orig_params": True,
+        "sync_module_states": False,
+        "param_init_fn": _MetaToEmpty(settings.device),
+    }
+    for unit in plan.units:
+        parent, _, leaf = unit.rpartition(".")
+        wrapped = FullyShardedDataParallel(root.model.get_submodule(unit), **options)
+        setattr(root.model.get_submodule(parent), leaf, wrapped)
+    wrapper = FullyShardedDataParallel(root, **options)
+    shards = [
+        LocalShard(name.removeprefix(ROOT_PREFIX), tuple(shape), start, stop, flat)
+        for name, shape, start, stop, flat in torch_private.fsdp1_shards(wrapper)
+    ]
+    return wrapper, shards
+
+
+class _MetaToEmpty:
+    """A `param_init_fn`: memory for a module's own meta parameters, one piece for tied ones.
+
+    FSDP calls it module by module; without the memory of what was replaced, ties would come apart.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.replaced: dict[nn.Parameter, nn.Parameter] = {}
+
+    def __call__(self, module: nn.Module) -> None:
+        for name, param in module._parameters.items():
+            if param is None or not param.is_meta:
+                continue
+            if param not in self.replaced:
+                # Never touched, these pages cost address space only; the flat parameter made of them is written next.
+                empty = torch.empty(param.shape, dtype=param.dtype, device=self.device)
+                self.replaced[param] = nn.Parameter(empty, requires_grad=param.requires_grad)
+            module._parameters[name] = self.replaced[param]

@@ -1,0 +1,41 @@
+"""All `fully_shard` calls, in one place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from shardproof.model.roles import ROOT_PREFIX, RoleModule
+from shardproof.shard import torch_private
+from shardproof.shard.local import LocalShard
+from shardproof.shard.plan import ShardPlan
+from shardproof.shard.settings import ShardSettings
+
+
+def shard_fsdp2(root: RoleModule, plan: ShardPlan, settings: ShardSettings) -> list[LocalShard]:
+    """Shard the meta module by units, then give each shard its memory, unwritten.
+
+    Memory: this rank's shards.
+    """
+    offload = CPUOffloadPolicy(pin_memory=settings.pin_memory) if settings.cpu_offload else OffloadPolicy()
+    options: dict[str, Any] = {
+        "mesh": settings.mesh,
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=settings.compute_dtype, reduce_dtype=settings.reduce_dtype
+        ),
+        "offload_policy": offload,
+    }
+    for unit in plan.units:
+        fully_shard(root.model.get_submodule(unit), **options)
+    fully_shard(root, **options)
+    for fsdp_param in torch_private.fsdp2_params(root):
+        torch_private.allocate_fsdp2(fsdp_param, settings.storage_device, settings.pin_memory)
+    shards = []
+    for name, param in root.named_parameters():
+        assert isinstance(param, DTensor)
+        start, stop = torch_private.dtensor_range(param)
+        flat = param.to_local().detach().view(-1)
+        shards.append(LocalShard(name.removeprefix(ROOT_PREFIX), tuple(param.shape), start, stop, flat))
+    return shards

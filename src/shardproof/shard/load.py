@@ -1,0 +1,268 @@
+"""`load`: source, skeleton, inventory, plan, shards, proof. Every stage ends with all ranks agreeing to go on."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from tqdm import tqdm
+
+from shardproof.checkpoint.reader import Checkpoint, SliceSource
+from shardproof.checkpoint.source import RandomInit, ResolvedSource
+from shardproof.dist.collectives import raise_together, together
+from shardproof.dist.launch import default_device, init_distributed
+from shardproof.errors import error_for
+from shardproof.model.families import check_sequence_parallel
+from shardproof.model.inventory import Inventory, take_inventory
+from shardproof.model.roles import RoleModule
+from shardproof.model.skeleton import Skeleton, build_skeleton
+from shardproof.shard.attest import attest
+from shardproof.shard.fsdp1 import shard_fsdp1
+from shardproof.shard.fsdp2 import shard_fsdp2
+from shardproof.shard.ledger import Ledger, Writer
+from shardproof.shard.local import LocalShard
+from shardproof.shard.materialise import Progress, check_tied_copies, materialise
+from shardproof.shard.memory import PeakMemory
+from shardproof.shard.plan import ShardPlan, plan_shards
+from shardproof.shard.resolve import agree, resolve_together
+from shardproof.shard.serve import ServedSource, exchange_requests, list_requests, serve
+from shardproof.shard.settings import FSDP1, LoadOptions, ShardSettings, make_settings
+from shardproof.shard.sharded_model import LoadReceipt, ShardedModel
+from shardproof.shard.staging import Staging
+from shardproof.shard.torch_private import clean_name
+
+_PROGRESS_AFTER_S = 3.0
+
+
+def load(
+    source: str | os.PathLike[str] | RandomInit,
+    role: str = "policy",
+    strategy: str = "fsdp2",
+    mesh: DeviceMesh | None = None,
+    device: str | torch.device | None = None,
+    param_dtype: torch.dtype = torch.float32,
+    compute_dtype: torch.dtype = torch.bfloat16,
+    reduce_dtype: torch.dtype = torch.float32,
+    cpu_offload: bool = False,
+    lora: Any = None,
+    sequence_parallel: int = 1,
+    checkpoint_activations: bool = False,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    attn_implementation: str | None = None,
+    experts_implementation: str | None = None,
+    progress: bool = True,
+) -> ShardedModel:
+    """A model of which this rank holds exactly its shard, read by itself, written once, and attested.
+
+    `source` is a folder or hub id with safetensors, or `RandomInit(config, seed)`. Raises the same error on every rank.
+
+    Collective: every rank. Memory: this rank's shards; with FSDP1 also one unit.
+    """
+    options = LoadOptions(
+        role=role,
+        strategy=strategy,
+        device=torch.device(device) if device is not None else default_device(),
+        param_dtype=param_dtype,
+        compute_dtype=compute_dtype,
+        reduce_dtype=reduce_dtype,
+        cpu_offload=cpu_offload,
+        lora=lora,
+        sequence_parallel=sequence_parallel,
+        checkpoint_activations=checkpoint_activations,
+        revision=revision,
+        trust_remote_code=trust_remote_code,
+        attn_implementation=attn_implementation,
+        experts_implementation=experts_implementation,
+    )
+    init_distributed(options.device)
+    return _load(source, options, mesh, progress)
+
+
+def _load(
+    source: str | os.PathLike[str] | RandomInit, options: LoadOptions, mesh: DeviceMesh | None, progress: bool
+) -> ShardedModel:
+    """The stages of a load, in order."""
+    watch = _Stopwatch()
+    with PeakMemory(options.device) as memory:
+        with watch.stage("source"):
+            with together("settings"):
+                options.check()
+            agree("settings", "C003", "settings", options.described())
+            settings = make_settings(options, mesh)
+            resolved, servers = resolve_together(source, options.revision, options.trust_remote_code)
+        with watch.stage("skeleton"), together("skeleton"):
+            check_sequence_parallel(resolved.config, options.sequence_parallel, settings.shard_size)
+            skeleton = _skeleton(resolved, options)
+        with watch.stage("plan"), together("plan"):
+            inventory = take_inventory(skeleton.model)
+            plan = plan_shards(skeleton, inventory, resolved.checkpoint, resolved.seed)
+        with watch.stage("shard"):
+            module, shards = _shard(skeleton, inventory, plan, settings)
+        with watch.stage("write"):
+            ledger, bytes_read = _write(
+                plan, shards, resolved.checkpoint, servers, skeleton, settings, progress
+            )
+    _note_computed_and_tied(ledger, inventory, skeleton)
+    loaded = ShardedModel(
+        module=module,
+        model=skeleton.model,
+        role=options.role,
+        settings=settings,
+        plan=plan,
+        inventory=inventory,
+        provenance=ledger.writers,
+        receipt=_receipt(ledger, shards, bytes_read, memory.rise, servers),
+        source=resolved.label,
+        has_lora=skeleton.has_lora,
+        sequence_parallel=options.sequence_parallel,
+    )
+    with watch.stage("attest"):
+        findings = attest(loaded)
+        if findings:
+            raise error_for(findings)
+    loaded.receipt = replace(loaded.receipt, seconds=watch.total, stage_seconds=watch.stages)
+    return loaded
+
+
+def _skeleton(resolved: ResolvedSource, options: LoadOptions) -> Skeleton:
+    skeleton = build_skeleton(
+        resolved.config,
+        role=options.role,
+        lora=options.lora,
+        param_dtype=options.param_dtype,
+        trust_remote_code=options.trust_remote_code,
+        attn_implementation=options.attn_implementation,
+        experts_implementation=options.experts_implementation,
+    )
+    if options.checkpoint_activations:
+        skeleton.model.gradient_checkpointing_enable({"use_reentrant": False})
+    return skeleton
+
+
+def _shard(
+    skeleton: Skeleton, inventory: Inventory, plan: ShardPlan, settings: ShardSettings
+) -> tuple[nn.Module, list[LocalShard]]:
+    """The FSDP root and this rank's shards: unwritten parameters, and the buffers that the checkpoint holds."""
+    _place_buffers(skeleton.model, settings.device)
+    root = RoleModule(skeleton.model, skeleton.role)
+    root.train(skeleton.model.training)
+    if settings.strategy == FSDP1:
+        module, shards = shard_fsdp1(root, plan, settings)
+    else:
+        module, shards = root, shard_fsdp2(root, plan, settings)
+    buffers = {clean_name(name): buffer for name, buffer in skeleton.model.named_buffers()}
+    for info in inventory.persistent_buffers:
+        flat = buffers[info.name].view(-1)
+        shards.append(LocalShard(info.name, info.shape, 0, flat.numel(), flat))
+    return module, shards
+
+
+def _place_buffers(model: nn.Module, device: torch.device) -> None:
+    """Move computed buffers to the device and give persistent ones memory there; no dtype changes."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = (
+                    torch.empty_like(buffer, device=device) if buffer.is_meta else buffer.to(device)
+                )
+
+
+def _write(
+    plan: ShardPlan,
+    shards: Sequence[LocalShard],
+    checkpoint: Checkpoint | None,
+    servers: dict[int, int],
+    skeleton: Skeleton,
+    settings: ShardSettings,
+    progress: bool,
+) -> tuple[Ledger, int]:
+    """Write the shards, from this rank's files or from the rank that serves it, and check the ledger.
+
+    Collective: every rank.
+    """
+    source: SliceSource | None = checkpoint
+    served: ServedSource | None = None
+    requests = {}
+    if servers:
+        mine = list_requests(plan, shards) if dist.get_rank() in servers else None
+        requests = exchange_requests(mine)
+        if mine is not None:
+            assert checkpoint is not None
+            source = served = ServedSource(checkpoint, mine, servers[dist.get_rank()])
+    with together("materialise"):
+        try:
+            with _progress_bar(shards, progress) as advance:
+                staging = Staging(settings.storage_device)
+                result = materialise(plan, shards, source, skeleton.model, staging, advance)
+                if source is not None:
+                    check_tied_copies(plan, shards, source)
+        finally:
+            if served is not None:
+                served.drain()
+            elif requests:
+                assert checkpoint is not None
+                serve(checkpoint, requests, servers)
+    raise_together(result[0].findings(dist.get_rank()))
+    return result
+
+
+def _note_computed_and_tied(ledger: Ledger, inventory: Inventory, skeleton: Skeleton) -> None:
+    """Complete the provenance: buffers that modules computed, and names that are ties."""
+    for name in inventory.computed_buffers:
+        ledger.name_writer(name, Writer("computed", skeleton.buffer_writers[name]))
+    for info in inventory.stored:
+        for alias in info.names[1:]:
+            ledger.name_writer(alias, Writer("tie", info.name))
+
+
+def _receipt(
+    ledger: Ledger, shards: Sequence[LocalShard], bytes_read: int, peak_bytes: int, servers: dict[int, int]
+) -> LoadReceipt:
+    return LoadReceipt(
+        seconds=0.0,
+        bytes_read=bytes_read,
+        peak_bytes=peak_bytes,
+        shard_bytes=sum(shard.nbytes for shard in shards),
+        num_tensors=len(ledger.writers),
+        num_by_writer=ledger.num_by_kind(),
+        stage_seconds={},
+        served_by=servers.get(dist.get_rank()),
+    )
+
+
+@contextmanager
+def _progress_bar(shards: Sequence[LocalShard], wanted: bool) -> Iterator[Progress]:
+    """A function that advances a bar by bytes: on rank 0, on a terminal, for loads that take a while."""
+    total = sum(shard.nbytes for shard in shards)
+    hidden = not wanted or dist.get_rank() != 0 or not sys.stderr.isatty()
+    options = {"unit": "B", "unit_scale": True, "delay": _PROGRESS_AFTER_S, "disable": hidden}
+    with tqdm(total=total, desc="writing shards", **options) as bar:
+        yield bar.update
+
+
+class _Stopwatch:
+    """Seconds by stage."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+        self.stages: dict[str, float] = {}
+
+    @property
+    def total(self) -> float:
+        return time.perf_counter() - self._start
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self.stages[name] = time.perf_counter() - started

@@ -1,0 +1,97 @@
+"""What a user asks of a load, checked, and what sharding needs to know of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardproof.dist.mesh import check_mesh, make_mesh
+from shardproof.errors import choose, fail
+from shardproof.model.roles import ROLES
+
+FSDP1, FSDP2 = "fsdp1", "fsdp2"
+STRATEGIES = (FSDP2, FSDP1)
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """The arguments of `load` that must be the same on every rank."""
+
+    role: str
+    strategy: str
+    device: torch.device
+    param_dtype: torch.dtype
+    compute_dtype: torch.dtype
+    reduce_dtype: torch.dtype
+    cpu_offload: bool
+    lora: Any
+    sequence_parallel: int
+    checkpoint_activations: bool
+    revision: str | None
+    trust_remote_code: bool
+    attn_implementation: str | None
+    experts_implementation: str | None
+
+    def check(self) -> None:
+        """Raise a ConfigError that names the setting that cannot be."""
+        choose("settings", "role", self.role, ROLES)
+        choose("settings", "strategy", self.strategy, STRATEGIES)
+        for name in ("param_dtype", "compute_dtype", "reduce_dtype"):
+            dtype = getattr(self, name)
+            if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+                raise fail("C001", "settings", f"{name}={dtype!r} is not a floating torch.dtype.")
+        if self.strategy == FSDP1 and self.cpu_offload and self.device.type == "cpu":
+            message = "strategy='fsdp1' with cpu_offload=True needs an accelerator: torch's CPUOffload pins host memory."
+            raise fail(
+                "C001", "settings", message, fix="use strategy='fsdp2', or cpu_offload=False on a CPU machine"
+            )
+
+    def described(self) -> dict[str, str]:
+        """The options as text, without this rank's own device number."""
+        values = {name: str(value) for name, value in vars(self).items()}
+        return {**values, "device": self.device.type}
+
+
+@dataclass(frozen=True)
+class ShardSettings:
+    """How a model is sharded: everything both strategies need to know."""
+
+    strategy: str
+    mesh: DeviceMesh
+    device: torch.device
+    param_dtype: torch.dtype
+    compute_dtype: torch.dtype
+    reduce_dtype: torch.dtype
+    cpu_offload: bool
+
+    @property
+    def storage_device(self) -> torch.device:
+        """Where shards lie between uses."""
+        return torch.device("cpu") if self.cpu_offload else self.device
+
+    @property
+    def pin_memory(self) -> bool:
+        return self.cpu_offload and self.device.type == "cuda"
+
+    @property
+    def shard_size(self) -> int:
+        return self.mesh.size(self.mesh.ndim - 1)
+
+
+def make_settings(options: LoadOptions, mesh: DeviceMesh | None) -> ShardSettings:
+    """The settings of a checked request. Collective: every rank, when `mesh` is None."""
+    mesh = check_mesh(mesh) if mesh is not None else make_mesh(device_type=options.device.type)
+    if mesh.device_type != options.device.type:
+        raise fail("C002", "settings", f"the mesh is of {mesh.device_type} devices, device={options.device}.")
+    return ShardSettings(
+        options.strategy,
+        mesh,
+        options.device,
+        options.param_dtype,
+        options.compute_dtype,
+        options.reduce_dtype,
+        options.cpu_offload,
+    )

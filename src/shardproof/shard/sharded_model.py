@@ -1,0 +1,85 @@
+"""A model that is sharded, written and attested, and the receipt of how it came about."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from shardproof.model.inventory import Inventory
+from shardproof.model.roles import ROOT_PREFIX
+from shardproof.shard.ledger import Writer
+from shardproof.shard.plan import ShardPlan
+from shardproof.shard.settings import ShardSettings
+from shardproof.shard.torch_private import clean_name
+
+
+@dataclass(frozen=True)
+class LoadReceipt:
+    """What a load cost on this rank, and who wrote what."""
+
+    seconds: float
+    bytes_read: int
+    peak_bytes: int  # rise of anonymous host memory (CPU) or of allocated device memory (CUDA)
+    shard_bytes: int
+    num_tensors: int
+    num_by_writer: Mapping[str, int]
+    stage_seconds: Mapping[str, float]
+    served_by: int | None = None  # the rank that sent this rank's slices; None: read by itself
+
+    def __str__(self) -> str:
+        writers = ", ".join(f"{count} {kind}" for kind, count in sorted(self.num_by_writer.items()))
+        stages = ", ".join(f"{stage} {seconds:.2f}" for stage, seconds in self.stage_seconds.items())
+        reader = "" if self.served_by is None else f", served by rank {self.served_by}"
+        return (
+            f"loaded {self.num_tensors} tensors ({writers}) in {self.seconds:.2f} s ({stages})\n"
+            f"  read {self.bytes_read / 2**20:.1f} MiB{reader}, hold {self.shard_bytes / 2**20:.1f} MiB, "
+            f"peak {self.peak_bytes / 2**20:.1f} MiB"
+        )
+
+
+@dataclass
+class ShardedModel:
+    """What `load` returns."""
+
+    module: nn.Module  # the FSDP root
+    model: PreTrainedModel  # the Hugging Face model inside it
+    role: str
+    settings: ShardSettings
+    plan: ShardPlan
+    inventory: Inventory
+    provenance: Mapping[str, Writer]
+    receipt: LoadReceipt
+    source: str
+    has_lora: bool = False
+    version: int = 0
+    sequence_parallel: int = 1
+
+    @property
+    def mesh(self) -> torch.distributed.device_mesh.DeviceMesh:
+        return self.settings.mesh
+
+    @property
+    def strategy(self) -> str:
+        return self.settings.strategy
+
+    @property
+    def device(self) -> torch.device:
+        return self.settings.device
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Parameters under their Hugging Face names, tied ones once, without any wrapper's prefix."""
+        for name, param in self.module.named_parameters():
+            yield clean_name(name).removeprefix(ROOT_PREFIX), param
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        return (param for _, param in self.named_parameters())
+
+    def trainable_parameters(self) -> list[nn.Parameter]:
+        return [param for param in self.parameters() if param.requires_grad]
+
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        return self.module(*args, **kwargs)

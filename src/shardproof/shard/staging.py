@@ -1,0 +1,63 @@
+"""From file pages to a shard's memory: straight on the CPU, through pinned buffers to a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from shardproof.shard.local import LocalShard
+
+_STAGE_BYTES = 32 * 2**20
+_NUM_STAGES = 3
+
+
+class Staging:
+    """Buffers to read into. For a CUDA shard they are pinned, and each is copied while the next one is filled."""
+
+    def __init__(self, device: torch.device):
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._pinned: list[torch.Tensor] = []
+        self._free: list[torch.cuda.Event | None] = []
+        self._turn = 0
+
+    def buffers(
+        self, shard: LocalShard, source_dtype: torch.dtype
+    ) -> Iterator[tuple[int, int, torch.Tensor]]:
+        """(low, high, buffer) for consecutive parts of the shard; the caller fills `buffer` before it asks for more."""
+        if shard.flat.device.type == "cpu":
+            yield shard.start, shard.stop, shard.flat
+            return
+        step = _STAGE_BYTES // source_dtype.itemsize
+        for low in range(shard.start, shard.stop, step):
+            high = min(low + step, shard.stop)
+            pinned = self._take()
+            buffer = pinned[: (high - low) * source_dtype.itemsize].view(source_dtype)
+            yield low, high, buffer
+            self._send(buffer, shard.flat[low - shard.start : high - shard.start])
+
+    def _take(self) -> torch.Tensor:
+        if not self._pinned:
+            self._pinned = [
+                torch.empty(_STAGE_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(_NUM_STAGES)
+            ]
+            self._free = [None] * _NUM_STAGES
+        self._turn = (self._turn + 1) % _NUM_STAGES
+        event = self._free[self._turn]
+        if event is not None:
+            event.synchronize()
+        return self._pinned[self._turn]
+
+    def _send(self, buffer: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy in the checkpoint's dtype and convert on the device: fewer bytes cross the bus."""
+        assert self._stream is not None
+        with torch.cuda.stream(self._stream):
+            target.copy_(buffer.to(target.device, non_blocking=True))
+            event = torch.cuda.Event()
+            event.record(self._stream)
+        self._free[self._turn] = event
+
+    def finish(self) -> None:
+        """Wait for the copies under way."""
+        if self._stream is not None:
+            self._stream.synchronize()

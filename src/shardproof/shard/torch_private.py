@@ -1,0 +1,113 @@
+"""What this project needs of torch FSDP's private interface, in one place.
+
+tests/unit/test_private_interfaces.py fails when one of these moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1Module
+from torch.distributed.tensor import DTensor, Shard
+
+_WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
+
+
+def clean_name(name: str) -> str:
+    """A tensor's name without the parts that wrappers put in."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def fsdp2_params(root: nn.Module) -> Iterator[Any]:
+    """Every FSDPParam under `root`."""
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            group = module._get_fsdp_state()._fsdp_param_group
+            if group is not None:
+                yield from group.fsdp_params
+
+
+def allocate_fsdp2(fsdp_param: Any, device: torch.device, pin_memory: bool) -> None:
+    """Give a meta FSDPParam memory of its own, padded as FSDP pads it, on every module that shares it.
+
+    The padding is zeroed; the shard itself is not written.
+    """
+    size = fsdp_param.padded_sharded_param_size
+    dtype = fsdp_param.sharded_param.dtype
+    padded = torch.empty(size, dtype=dtype, device=device, pin_memory=pin_memory)
+    length = fsdp_param.sharded_size[0]
+    padded[length:].zero_()
+    param = nn.Parameter(
+        fsdp_param.to_sharded_dtensor(padded[:length]), requires_grad=fsdp_param.sharded_param.requires_grad
+    )
+    fsdp_param.sharded_param = param
+    fsdp_param._sharded_param_data = padded.view(-1)
+    fsdp_param._setattr_on_modules(param)
+
+
+def dtensor_range(param: DTensor) -> tuple[int, int]:
+    """The flat range of the whole tensor that this rank's piece of a dim-0 sharded DTensor is."""
+    rows, row = param.shape[0], param.shape[1:].numel()
+    shards = [dim for dim, placement in enumerate(param.placements) if isinstance(placement, Shard)]
+    if not shards:
+        return 0, param.numel()
+    (axis,) = shards
+    chunk = -(-rows // param.device_mesh.size(axis))
+    start = min(param.device_mesh.get_local_rank(axis) * chunk, rows)
+    stop = start + param.to_local().shape[0]
+    return start * row, stop * row
+
+
+def fsdp1_shards(root: nn.Module) -> Iterator[tuple[str, torch.Size, int, int, torch.Tensor]]:
+    """(clean name, shape, start, stop, flat memory) of each original parameter under FSDP1 that this rank holds.
+
+    Parameters without an element on this rank come with an empty range.
+    """
+    prefixes = {module: name for name, module in root.named_modules()}
+    for module in FSDP1Module.fsdp_modules(root):
+        handle = module._handle
+        if handle is None:
+            continue
+        flat = handle.flat_param
+        offset = 0
+        sharded = handle.uses_sharded_strategy
+        infos: Any = flat._shard_param_infos if sharded else [None] * len(flat._param_infos)
+        for info, shape, shard in zip(flat._param_infos, flat._shapes, infos, strict=True):
+            name = clean_name(f"{prefixes[info.module]}.{info.param_name}".lstrip("."))
+            if not sharded:
+                yield name, shape, 0, shape.numel(), flat.data[offset : offset + shape.numel()]
+                offset += shape.numel()
+            elif shard.in_shard:
+                at = shard.offset_in_shard
+                start = shard.intra_param_start_idx
+                local = flat.data[at : at + shard.numel_in_shard]
+                yield name, shape, start, start + shard.numel_in_shard, local
+            else:
+                yield name, shape, 0, 0, flat.data[:0]
+
+
+def fsdp1_replica_key(module: FSDP1Module) -> tuple[int, int]:
+    """(index, size) of this rank among the ranks that share one copy of the module's parameters."""
+    handle = module._handle
+    if handle is None or not handle.uses_sharded_strategy:
+        return 0, 1
+    return handle.rank, handle.world_size
+
+
+def fsdp1_parameters(unit: FSDP1Module) -> Iterator[tuple[nn.Parameter, tuple[int, ...]]]:
+    """(parameter as FSDP1 registers it, shape of the whole) for what one unit itself manages."""
+    handle = unit._handle
+    if handle is None:
+        return
+    flat = handle.flat_param
+    if flat._params is None:  # use_orig_params=False: the flat parameter is all there is
+        yield flat, (handle.flat_param._unpadded_unsharded_size.numel(),)
+        return
+    for param, shape in zip(flat._params, flat._shapes, strict=True):
+        yield param, tuple(shape)
