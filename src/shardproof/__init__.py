@@ -14,6 +14,15 @@ _EXPORTS = {
     "LoadReceipt": "shardproof.shard.sharded_model",
     "attest": "shardproof.shard.attest",
     "RandomInit": "shardproof.checkpoint.source",
+    "logprobs": "shardproof.train.score",
+    "values": "shardproof.train.score",
+    "Batch": "shardproof.train.batching",
+    "weigh": "shardproof.train.batching",
+    "train_step": "shardproof.train.step",
+    "StepResult": "shardproof.train.step",
+    "Loss": "shardproof.train.loss",
+    "make_optimizer": "shardproof.train.optim",
+    "make_schedule": "shardproof.train.optim",
     "make_mesh": "shardproof.dist.mesh",
     "init_distributed": "shardproof.dist.launch",
     "Finding": "shardproof.findings",
@@ -22,6 +31,7 @@ _EXPORTS = {
     "Fault": "shardproof.errors",
     "LoadFault": "shardproof.errors",
     "ShardFault": "shardproof.errors",
+    "TrainFault": "shardproof.errors",
 }
 
 __all__ = sorted(_EXPORTS)
@@ -30,11 +40,16 @@ if TYPE_CHECKING:
     from shardproof.checkpoint.source import RandomInit
     from shardproof.dist.launch import init_distributed
     from shardproof.dist.mesh import make_mesh
-    from shardproof.errors import ConfigError, Fault, LoadFault, ShardFault, ShardproofError
+    from shardproof.errors import ConfigError, Fault, LoadFault, ShardFault, ShardproofError, TrainFault
     from shardproof.findings import Finding
     from shardproof.shard.attest import attest
     from shardproof.shard.load import load
     from shardproof.shard.sharded_model import LoadReceipt, ShardedModel
+    from shardproof.train.batching import Batch, weigh
+    from shardproof.train.loss import Loss
+    from shardproof.train.optim import make_optimizer, make_schedule
+    from shardproof.train.score import logprobs, values
+    from shardproof.train.step import StepResult, train_step
 
 
 def __getattr__(name: str) -> Any:

@@ -36,7 +36,11 @@ class ShardFault(Fault):
     """What a rank holds is not what it should hold (S2xx)."""
 
 
-_BY_LETTER: dict[str, type[ShardproofError]] = {"C": ConfigError, "L": LoadFault, "S": ShardFault}
+class TrainFault(Fault):
+    """A step cannot be taken (T3xx)."""
+
+
+_BY_LETTER: dict[str, type[ShardproofError]] = {"C": ConfigError, "L": LoadFault, "S": ShardFault, "T": TrainFault}
 
 
 def error_for(findings: Sequence[Finding]) -> ShardproofError:

@@ -10,6 +10,7 @@ CODES: dict[str, tuple[str, str]] = {
     "C001": ("a setting has an unknown or impossible value", "use one of the values listed"),
     "C002": ("the process group or mesh does not fit the run", "start the ranks with torchrun, or pass a mesh of them all"),
     "C003": ("ranks were started with different settings", "pass the same arguments on every rank"),
+    "C004": ("a batch cannot be used", "repair the batch as the message says"),
     "L100": ("a rank failed with an error of its own", "see the named rank's error"),
     "L101": ("the source does not exist", "pass a folder or a hub id that holds safetensors files"),
     "L102": ("a checkpoint file is missing", "download the checkpoint again, or repair its index"),
@@ -41,6 +42,12 @@ CODES: dict[str, tuple[str, str]] = {
     "S212": ("an optimizer holds a parameter that is not in the model", "build the optimizer after load"),
     "S213": ("ranks hold different tensors", "build the same model on every rank"),
     "S214": ("a combination of settings cannot be sharded", "change one of the settings named"),
+    "T301": ("a log-prob or value is not finite", "attest the model and look at the named sequence"),
+    "T302": ("steps keep being skipped", "look at the named tensor; lower the learning rate or repair the data"),
+    "T303": ("attention is asked for something that the packed path does not have", "pass attn_implementation='sdpa' or 'eager' scoring"),
+    "T304": ("a step was skipped because something was not finite", "look at the named rank, micro-batch and tensor"),
+    "T306": ("ranks report different metrics", "return the same metrics from the loss on every rank"),
+    "T308": ("a rank was lost or late", "look at that rank's own log; raise deadline_s if it was only slow"),
 }  # fmt: skip
 
 

@@ -81,6 +81,27 @@ def run_init_weights(model: PreTrainedModel, module_name: str, module: nn.Module
     initialiser_of(model, module_name)._init_weights(module)
 
 
+@contextmanager
+def attention_implementation(model: PreTrainedModel, name: str) -> Iterator[None]:
+    """Let the model attend through the registered function `name` inside the block.
+
+    The block must also hold the backward pass: recomputed activations look the function up again.
+    """
+    configs = {id(m.config): m.config for m in model.modules() if _has_config(m)}
+    previous = {key: config._attn_implementation for key, config in configs.items()}
+    for config in configs.values():
+        config._attn_implementation_internal = name
+    try:
+        yield
+    finally:
+        for key, config in configs.items():
+            config._attn_implementation_internal = previous[key]
+
+
+def _has_config(module: nn.Module) -> bool:
+    return hasattr(getattr(module, "config", None), "_attn_implementation")
+
+
 def set_implementations(
     model_kwargs: dict[str, Any], attention: str | None, experts: str | None
 ) -> dict[str, Any]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+from torch import nn
 from transformers import PreTrainedModel
 
 from shardproof.errors import fail
@@ -48,6 +51,22 @@ def inject_lora(model: PreTrainedModel, config: Any) -> None:
 def reset_adapter(model: Any, layer: Any) -> None:
     """Let peft initialise one layer's adapter as its config says."""
     layer.reset_lora_parameters(ADAPTER, model.peft_config[ADAPTER].init_lora_weights)
+
+
+@contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """Compute with the base weights alone inside the block.
+
+    The switch is set layer by layer: peft's own `enable_adapters` would also change what requires gradients.
+    """
+    layers = [module for module in model.modules() if hasattr(module, "_disable_adapters")]
+    for layer in layers:
+        layer._disable_adapters = True  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False  # type: ignore[assignment]
 
 
 def base_name(name: str) -> str:

@@ -8,6 +8,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from shardproof.model.head import HeadFacts, token_logprobs
+from shardproof.model.packing import Packing
+from shardproof.model.router import balancing_statistics
+
 POLICY, REFERENCE, CRITIC = "policy", "reference", "critic"
 ROLES = (POLICY, REFERENCE, CRITIC)
 VALUE_HEAD = "score"
@@ -33,12 +37,56 @@ class RoleModule(nn.Module):
             return self.model(*args, **kwargs)
         if task == "values":
             return self.values(*args, **kwargs)
-        raise ValueError(f"unknown task {task!r}; expected logits or values")
+        if task == "logprobs":
+            return self.logprobs(*args, **kwargs)
+        raise ValueError(f"unknown task {task!r}; expected logits, logprobs or values")
 
     def values(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """One value for each token."""
         hidden = self.model.base_model(*args, **kwargs)[0]
         return self.model.get_submodule(VALUE_HEAD)(hidden).squeeze(-1)
+
+    def logprobs(
+        self,
+        input_ids: torch.Tensor,
+        targets: torch.Tensor,
+        *,
+        packing: Packing | None = None,
+        position_ids: torch.Tensor | None = None,
+        temperature: float = 1.0,
+        want_entropy: bool = False,
+        head: HeadFacts | None = None,
+        want_router: bool = False,
+    ) -> dict[str, torch.Tensor]:
+        """Log-prob (and entropy) of each target, [tokens], and the router's statistics if wanted.
+
+        With `head` the language-model head runs in chunks; without it, the model's own forward gives the logits.
+        """
+        inputs: dict[str, Any] = {"input_ids": input_ids, "use_cache": False}
+        if packing is not None:
+            inputs |= {"packing": packing, "position_ids": position_ids}
+        if want_router:
+            inputs["output_router_logits"] = True
+        if head is None:
+            output = self.model(**inputs)
+            logits = output.logits[0].float() / temperature
+            every = torch.log_softmax(logits, dim=-1)
+            logps = every.gather(1, targets[:, None]).squeeze(1)
+            entropy = -(every.exp() * every).sum(-1) if want_entropy else logps.new_empty(0)
+        else:
+            output = self.model.base_model(**inputs)
+            logps, entropy = token_logprobs(
+                output[0][0],
+                self.model.get_output_embeddings(),
+                targets,
+                temperature=temperature,
+                facts=head,
+                want_entropy=want_entropy,
+            )
+        result = {"logps": logps, "entropy": entropy}
+        if want_router:
+            result["router"] = balancing_statistics(output.router_logits, self.model.config)
+        return result
 
 
 def attach_value_head(model: PreTrainedModel) -> None:

@@ -9,12 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from shardproof.errors import fail
 from shardproof.model import hf_private
 from shardproof.model.buffers import compute_buffers
 from shardproof.model.lora import inject_lora
 from shardproof.model.roles import CRITIC, REFERENCE, attach_value_head
+from shardproof.model.router import replay_routing
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,19 @@ def build_skeleton(
     else:
         model.train()
     return Skeleton(model, role, writers, lora is not None)
+
+
+def checkpoint_blocks(model: PreTrainedModel, every: int) -> None:
+    """Recompute the activations of every `every`-th block in the backward pass; 0 keeps them all.
+
+    Blocks with a router replay the forward's routing, so that the recompute cannot take another path.
+    """
+    if every <= 0:
+        return
+    model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": replay_routing})
+    blocks = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    for index, block in enumerate(blocks):
+        block.gradient_checkpointing = index % every == 0
 
 
 def _with_base_layer(model: nn.Module, name: str) -> str:

@@ -23,6 +23,7 @@ from shardproof.dist.launch import init_distributed
 from shardproof.findings import Finding
 from shardproof.model import hf_private
 from shardproof.model.buffers import fresh_buffers
+from shardproof.model.families import MOVING_ROPE
 from shardproof.model.lora import base_name, is_adapter
 from shardproof.model.roles import ROOT_PREFIX, RoleModule
 from shardproof.shard.sharded_model import ShardedModel
@@ -117,7 +118,7 @@ def _volatile_buffers(module: nn.Module) -> set[str]:
     for module_name, owner in module.named_modules(remove_duplicate=False):
         kinds = getattr(owner, "rope_type", None)
         kinds = set(kinds.values()) if isinstance(kinds, dict) else {kinds}
-        if kinds & {"dynamic", "longrope"}:
+        if kinds & MOVING_ROPE:
             names.update(
                 f"{module_name}.{n}" for n in owner._buffers if n.endswith("inv_freq") and "original" not in n
             )

@@ -20,11 +20,12 @@ from shardproof.checkpoint.reader import Checkpoint, SliceSource
 from shardproof.checkpoint.source import RandomInit, ResolvedSource
 from shardproof.dist.collectives import raise_together, together
 from shardproof.dist.launch import default_device, init_distributed
+from shardproof.dist.sequence import make_sequence_group
 from shardproof.errors import error_for
 from shardproof.model.families import check_sequence_parallel
 from shardproof.model.inventory import Inventory, take_inventory
 from shardproof.model.roles import RoleModule
-from shardproof.model.skeleton import Skeleton, build_skeleton
+from shardproof.model.skeleton import Skeleton, build_skeleton, checkpoint_blocks
 from shardproof.shard.attest import attest
 from shardproof.shard.fsdp1 import shard_fsdp1
 from shardproof.shard.fsdp2 import shard_fsdp2
@@ -38,7 +39,7 @@ from shardproof.shard.serve import ServedSource, exchange_requests, list_request
 from shardproof.shard.settings import FSDP1, LoadOptions, ShardSettings, make_settings
 from shardproof.shard.sharded_model import LoadReceipt, ShardedModel
 from shardproof.shard.staging import Staging
-from shardproof.shard.torch_private import clean_name
+from shardproof.shard.torch_private import clean_name, sum_gradients
 
 _PROGRESS_AFTER_S = 3.0
 
@@ -55,7 +56,7 @@ def load(
     cpu_offload: bool = False,
     lora: Any = None,
     sequence_parallel: int = 1,
-    checkpoint_activations: bool = False,
+    checkpoint_activations: bool | int = False,
     revision: str | None = None,
     trust_remote_code: bool = False,
     attn_implementation: str | None = None,
@@ -124,7 +125,7 @@ def _load(
         receipt=_receipt(ledger, shards, bytes_read, memory.rise, servers),
         source=resolved.label,
         has_lora=skeleton.has_lora,
-        sequence_parallel=options.sequence_parallel,
+        sequence_group=make_sequence_group(options.sequence_parallel),
     )
     with watch.stage("attest"):
         findings = attest(loaded)
@@ -144,8 +145,7 @@ def _skeleton(resolved: ResolvedSource, options: LoadOptions) -> Skeleton:
         attn_implementation=options.attn_implementation,
         experts_implementation=options.experts_implementation,
     )
-    if options.checkpoint_activations:
-        skeleton.model.gradient_checkpointing_enable({"use_reentrant": False})
+    checkpoint_blocks(skeleton.model, int(options.checkpoint_activations))
     return skeleton
 
 
@@ -160,6 +160,7 @@ def _shard(
         module, shards = shard_fsdp1(root, plan, settings)
     else:
         module, shards = root, shard_fsdp2(root, plan, settings)
+    sum_gradients(module)
     buffers = {clean_name(name): buffer for name, buffer in skeleton.model.named_buffers()}
     for info in inventory.persistent_buffers:
         flat = buffers[info.name].view(-1)

@@ -29,7 +29,7 @@ class LoadOptions:
     cpu_offload: bool
     lora: Any
     sequence_parallel: int
-    checkpoint_activations: bool
+    checkpoint_activations: bool | int  # True: every block; k: every k-th block
     revision: str | None
     trust_remote_code: bool
     attn_implementation: str | None

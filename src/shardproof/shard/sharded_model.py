@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from shardproof.dist.sequence import SequenceGroup
 from shardproof.model.inventory import Inventory
 from shardproof.model.roles import ROOT_PREFIX
 from shardproof.shard.ledger import Writer
@@ -56,7 +58,10 @@ class ShardedModel:
     source: str
     has_lora: bool = False
     version: int = 0
-    sequence_parallel: int = 1
+    sequence_group: SequenceGroup | None = None
+    num_skipped: int = 0  # steps skipped in a row
+    scoring: Any = None  # how this model is scored; found out on first use
+    checked_optimizer: Any = None  # the optimizer that was last found to hold all trainable parameters
 
     @property
     def mesh(self) -> torch.distributed.device_mesh.DeviceMesh:
@@ -69,6 +74,10 @@ class ShardedModel:
     @property
     def device(self) -> torch.device:
         return self.settings.device
+
+    @property
+    def sequence_parallel(self) -> int:
+        return self.sequence_group.size if self.sequence_group is not None else 1
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters under their Hugging Face names, tied ones once, without any wrapper's prefix."""

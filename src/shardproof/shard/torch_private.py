@@ -28,9 +28,40 @@ def fsdp2_params(root: nn.Module) -> Iterator[Any]:
     """Every FSDPParam under `root`."""
     for module in root.modules():
         if isinstance(module, FSDPModule):
-            group = module._get_fsdp_state()._fsdp_param_group
-            if group is not None:
+            for group in _fsdp2_groups(module):
                 yield from group.fsdp_params
+
+
+def _fsdp2_groups(module: FSDPModule) -> list[Any]:
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)  # several from torch 2.12 on
+    return list(groups) if groups is not None else [g for g in [state._fsdp_param_group] if g is not None]
+
+
+def sum_gradients(root: nn.Module) -> None:
+    """Make FSDP add gradients up over ranks instead of averaging them, whatever the backend.
+
+    A parameter that a micro-batch does not use takes part with zeros, so that ranks never reduce different sets.
+    """
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)
+            module.set_gradient_divide_factor(1.0)
+            if hasattr(module, "set_reduce_scatter_unused_params"):
+                module.set_reduce_scatter_unused_params(True, recurse=False)
+        elif isinstance(module, FSDP1Module):
+            module._gradient_predivide_factor = 1
+            module._gradient_postdivide_factor = 1
+
+
+def set_last_micro_batch(root: nn.Module, is_last: bool) -> None:
+    """Tell FSDP2 whether to reduce over replicas now; gradients are reduce-scattered in any case.
+
+    FSDP1 has no such switch and reduces over replicas every time, which gives the same sum.
+    """
+    if isinstance(root, FSDPModule):
+        root.set_requires_all_reduce(is_last)
+        root.set_is_last_backward(is_last)
 
 
 def allocate_fsdp2(fsdp_param: Any, device: torch.device, pin_memory: bool) -> None:

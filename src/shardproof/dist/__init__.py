@@ -1,0 +1,1 @@
+"""Process groups, meshes and every collective the project issues."""

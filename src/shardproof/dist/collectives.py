@@ -1,0 +1,101 @@
+"""Every collective the project issues itself, and the rule that no rank raises alone."""
+
+from __future__ import annotations
+
+import json
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardproof.errors import ShardproofError, error_for
+from shardproof.findings import Finding, merge_findings
+
+_control_groups: dict[int, dist.ProcessGroup] = {}
+
+
+def control_group() -> dist.ProcessGroup:
+    """A group of all ranks that moves CPU tensors: the default one, or a gloo group beside an NCCL-only one.
+
+    Collective: every rank, the first time.
+    """
+    default = dist.group.WORLD
+    assert default is not None
+    if torch.device("cpu") in default._device_types:
+        return default
+    key = id(default)
+    if key not in _control_groups:
+        _control_groups[key] = dist.new_group(backend="gloo")
+    return _control_groups[key]
+
+
+def exchange(value: Any) -> list[Any]:
+    """Every rank's JSON-able `value`, in rank order, on every rank. No pickle is involved.
+
+    Collective: every rank.
+    """
+    if dist.get_world_size() == 1:
+        return [json.loads(json.dumps(value))]
+    payload = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    group = control_group()
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
+    dist.all_gather(sizes, torch.tensor([payload.numel()]), group=group)
+    longest = max(int(size) for size in sizes)
+    padded = torch.zeros(longest, dtype=torch.uint8)
+    padded[: payload.numel()] = payload
+    received = [torch.empty(longest, dtype=torch.uint8) for _ in sizes]
+    dist.all_gather(received, padded, group=group)
+    return [json.loads(bytes(r[: int(n)].numpy())) for r, n in zip(received, sizes, strict=True)]
+
+
+def gather_rows(row: torch.Tensor) -> torch.Tensor:
+    """A [ranks, len(row)] matrix of every rank's int64 `row`; rows must have one length.
+
+    Collective: every rank.
+    """
+    rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, row.contiguous(), group=control_group())
+    return torch.stack(rows)
+
+
+def share_findings(findings: list[Finding]) -> list[Finding]:
+    """The findings of all ranks, the same list on each.
+
+    Collective: every rank.
+    """
+    rows = exchange([finding.to_json() for finding in findings])
+    return merge_findings([[Finding.from_json(item) for item in row] for row in rows])
+
+
+def raise_together(findings: list[Finding]) -> None:
+    """Raise the same error on every rank if any rank has a finding.
+
+    Collective: every rank.
+    """
+    merged = share_findings(findings)
+    if merged:
+        raise error_for(merged)
+
+
+@contextmanager
+def together(stage: str) -> Iterator[None]:
+    """Run a stage in which no rank may raise alone: the first error of any rank is raised on all of them.
+
+    Collective: every rank, at the end of the block. The block itself must not issue collectives.
+    """
+    findings: list[Finding] = []
+    cause: Exception | None = None
+    try:
+        yield
+    except ShardproofError as error:
+        findings, cause = error.findings, error
+    except Exception as error:
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        detail = f"{type(error).__name__}: {error} ({where.name}, line {where.lineno})"
+        findings, cause = [Finding("L100", stage, detail, rank=dist.get_rank())], error
+    merged = share_findings(findings)
+    if merged:
+        raise error_for(merged) from cause

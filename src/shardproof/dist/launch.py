@@ -1,0 +1,40 @@
+"""The process group: what torchrun started, or a group of one."""
+
+from __future__ import annotations
+
+import datetime
+import os
+
+import torch
+import torch.distributed as dist
+
+
+def init_distributed(device: str | torch.device | None = None, timeout_s: float = 600.0) -> None:
+    """Join the process group that torchrun describes, or make a group of one; a no-op when one exists.
+
+    Collective: every rank that torchrun started.
+    """
+    if dist.is_initialized():
+        return
+    kind = torch.device(device).type if device is not None else default_device().type
+    # gloo stays beside NCCL: offloaded tensors and the control plane live on the CPU.
+    backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
+    timeout = datetime.timedelta(seconds=timeout_s)
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ and "MASTER_ADDR" in os.environ:
+        if kind == "cuda":
+            torch.cuda.set_device(default_device())
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+
+
+def default_device() -> torch.device:
+    """This rank's accelerator if the machine has one, else the CPU."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    return torch.device("cpu")
+
+
+def local_rank() -> int:
+    """This rank's number on its own node."""
+    return int(os.environ.get("LOCAL_RANK", dist.get_rank() if dist.is_initialized() else 0))

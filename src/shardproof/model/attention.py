@@ -1,0 +1,174 @@
+"""Attention over packed sequences, plugged in through transformers' AttentionInterface.
+
+One function serves every family that calls attention through that interface: flash attention over all sequences at
+once on CUDA, SDPA sequence by sequence elsewhere, and plain arithmetic for arguments that neither knows (sinks, soft
+caps). An argument that is none of these is refused by name.
+"""
+
+from __future__ import annotations
+
+import inspect
+from math import lcm
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+from shardproof.errors import fail
+from shardproof.model.packing import Packing
+
+PACKED = "shardproof_packed"
+# Keywords that models hand to every attention function and that do not change what packed causal attention computes.
+_WITHOUT_EFFECT = {
+    "position_ids", "position_embeddings", "cache_position", "use_cache", "past_key_values", "output_attentions",
+    "output_hidden_states", "output_router_logits", "return_dict", "head_mask", "layer_idx", "layer_head_mask",
+}  # fmt: skip
+
+
+def packed_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    packing: Packing | None = None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    is_causal: bool | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """Causal attention inside each packed sequence: [1, heads, tokens, dim] to [1, tokens, heads, dim].
+
+    Collective: the sequence-parallel group, when the packing has one.
+    """
+    if packing is None:
+        raise fail("T303", "attention", f"{type(module).__name__} does not hand its keywords on to attention.")
+    _refuse_unknown(module, attention_mask, is_causal, dropout, others)
+    exchange = packing.exchange
+    if exchange is not None:
+        key, value = (_repeat_heads(x, lcm(x.shape[1], exchange.size)) for x in (key, value))
+        query, key, value = (exchange.split_heads(x) for x in (query, key, value))
+        if s_aux is not None:
+            s_aux = s_aux.chunk(exchange.size)[exchange.rank]
+    if s_aux is not None or softcap is not None:
+        out = _by_sequence(_plain, query, key, value, packing, scaling, sliding_window, softcap, s_aux)
+    elif _flash_fits(query, value):
+        out = _flash(query, key, value, packing, scaling, sliding_window)
+    else:
+        out = _by_sequence(_sdpa, query, key, value, packing, scaling, sliding_window)
+    if exchange is not None:
+        out = exchange.split_tokens(out)
+    return out.transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(PACKED, packed_attention)
+
+
+def _refuse_unknown(
+    module: nn.Module, mask: torch.Tensor | None, is_causal: bool | None, dropout: float, others: dict[str, Any]
+) -> None:
+    unknown = [name for name, value in others.items() if value is not None and name not in _WITHOUT_EFFECT]
+    if mask is not None:
+        unknown.append("attention_mask")
+    if is_causal is False or getattr(module, "is_causal", True) is False:
+        unknown.append("is_causal=False")
+    if dropout:
+        unknown.append(f"dropout={dropout}")
+    if unknown:
+        message = f"{type(module).__name__} asks for {', '.join(unknown)}, which packed attention does not have."
+        raise fail("T303", "attention", message)
+
+
+def _repeat_heads(states: torch.Tensor, num_heads: int) -> torch.Tensor:
+    repeats = num_heads // states.shape[1]
+    return states if repeats == 1 else states.repeat_interleave(repeats, dim=1)
+
+
+def _by_sequence(attend: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packing: Packing, *args: Any):
+    """`attend` on each sequence alone: nothing of size tokens x tokens exists beyond the longest sequence."""
+    parts = [attend(query[:, :, a:b], key[:, :, a:b], value[:, :, a:b], *args) for a, b in packing.spans()]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+
+
+def _visible(length: int, window: int | None, device: torch.device) -> torch.Tensor:
+    """[length, length]: which keys each query may see."""
+    mask = torch.ones(length, length, dtype=torch.bool, device=device).tril()
+    return mask if window is None else mask.triu(1 - window)
+
+
+def _sdpa(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None, window: int | None
+) -> torch.Tensor:
+    length = query.shape[2]
+    key, value = _repeat_heads(key, query.shape[1]), _repeat_heads(value, query.shape[1])
+    if window is None or window >= length:
+        return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling)
+    mask = _visible(length, window, query.device)
+    return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
+
+
+def _plain(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scaling: float | None,
+    window: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attention spelled out: soft caps bound the scores, sinks take probability and give no value."""
+    key, value = _repeat_heads(key, query.shape[1]), _repeat_heads(value, query.shape[1])
+    scores = (query @ key.transpose(2, 3)).float() * (scaling if scaling is not None else query.shape[-1] ** -0.5)
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    scores = scores.masked_fill(~_visible(query.shape[2], window, query.device), float("-inf"))
+    if sinks is not None:
+        column = sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        probs = torch.softmax(torch.cat([scores, column], dim=-1), dim=-1)[..., :-1]
+    else:
+        probs = torch.softmax(scores, dim=-1)
+    return probs.to(value.dtype) @ value
+
+
+def _flash_fits(query: torch.Tensor, value: torch.Tensor) -> bool:
+    if query.device.type != "cuda" or query.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    return query.shape[-1] == value.shape[-1] <= 256 and query.shape[-1] % 8 == 0
+
+
+def _flash(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    packing: Packing,
+    scaling: float | None,
+    window: int | None,
+) -> torch.Tensor:
+    """Flash attention over all sequences in one launch: flash-attn's kernel if installed, else torch's own."""
+    window_size = (-1, 0) if window is None else (window - 1, 0)
+    q, k, v = (states[0].transpose(0, 1).contiguous() for states in (query, key, value))
+    borders, longest = packing.cu_seqlens, packing.max_length
+    if _flash_attn is not None:
+        options = {"softmax_scale": scaling, "causal": True, "window_size": window_size}
+        out = _flash_attn(q, k, v, borders, borders, longest, longest, **options)
+    else:
+        from torch.nn.attention.varlen import varlen_attn
+
+        grouped: dict[str, Any] = {"enable_gqa": True}
+        if "enable_gqa" not in inspect.signature(varlen_attn).parameters:
+            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+            grouped = {}
+        out = varlen_attn(q, k, v, borders, borders, longest, longest, scale=scaling, window_size=window_size, **grouped)
+    return out.transpose(0, 1).unsqueeze(0)  # type: ignore[union-attr]
+
+
+try:
+    from flash_attn import flash_attn_varlen_func as _flash_attn
+except ImportError:
+    _flash_attn = None

@@ -1,0 +1,1 @@
+"""From a sharded model and a batch to one update, or to none, on every rank alike."""

@@ -1,0 +1,154 @@
+"""Batches: token lists with columns, and how they are spread over micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardproof.dist.collectives import exchange
+from shardproof.errors import fail
+
+TokenColumn = list[torch.Tensor]
+
+
+class Batch:
+    """This rank's sequences, possibly none, with named columns.
+
+    A column has one value a sequence, or one a token. A sequence of n tokens has n - 1 predictions, so a token column
+    has n - 1 values; one of n values belongs to the tokens themselves, and its first value is dropped.
+    """
+
+    def __init__(self, sequences: Sequence[Sequence[int]], **columns: Any):
+        self.sequences = [list(map(int, sequence)) for sequence in sequences]
+        for index, sequence in enumerate(self.sequences):
+            if len(sequence) < 2:
+                raise fail("C004", "batch", f"sequence {index} has {len(sequence)} tokens; a prediction needs two.")
+        self.columns: dict[str, TokenColumn] = {
+            name: self._token_column(name, values) for name, values in columns.items() if values is not None
+        }
+
+    def _token_column(self, name: str, values: Any) -> TokenColumn:
+        if len(values) != len(self.sequences):
+            message = f"column {name!r} has {len(values)} entries for {len(self.sequences)} sequences."
+            raise fail("C004", "batch", message)
+        column = []
+        for index, (sequence, value) in enumerate(zip(self.sequences, values, strict=True)):
+            tensor = torch.as_tensor(value, dtype=torch.float32).detach().cpu()
+            predictions = len(sequence) - 1
+            if tensor.ndim == 0:
+                tensor = tensor.expand(predictions)
+            elif tensor.shape == (predictions + 1,):
+                tensor = tensor[1:]
+            elif tensor.shape != (predictions,):
+                message = f"column {name!r} of sequence {index} has shape {tuple(tensor.shape)}, expected ({predictions},)."
+                raise fail("C004", "batch", message)
+            column.append(tensor)
+        return column
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    @property
+    def lengths(self) -> list[int]:
+        return [len(sequence) for sequence in self.sequences]
+
+    def masks(self) -> TokenColumn:
+        """The `mask` column, or ones: which predictions count."""
+        return self.columns.get("mask") or [torch.ones(n - 1) for n in self.lengths]
+
+    def with_column(self, name: str, values: TokenColumn) -> Batch:
+        """A copy with one column added or replaced."""
+        return self._like(self.sequences, {**self.columns, name: values})
+
+    def select(self, indices: Sequence[int]) -> Batch:
+        """The sequences at `indices`, with their columns."""
+        columns = {name: [values[i] for i in indices] for name, values in self.columns.items()}
+        return self._like([self.sequences[i] for i in indices], columns)
+
+    @staticmethod
+    def _like(sequences: list[list[int]], columns: Mapping[str, TokenColumn]) -> Batch:
+        batch = Batch.__new__(Batch)
+        batch.sequences = sequences
+        batch.columns = dict(columns)
+        return batch
+
+    def flat(self, name: str) -> torch.Tensor:
+        """A column of all predictions in one row."""
+        return torch.cat(self.columns[name])
+
+
+def spread(batch: Batch, micro_batch_tokens: int, *, one_by_one: bool) -> list[tuple[Batch, list[int]]]:
+    """(micro-batch, its sequences' indices in `batch`): balanced by tokens, the same number on every rank.
+
+    A rank with less to do gets empty micro-batches. `one_by_one` gives every sequence a micro-batch of its own.
+
+    Collective: every rank.
+    """
+    if micro_batch_tokens < 1:
+        raise fail("C001", "batch", f"micro_batch_tokens={micro_batch_tokens} must be positive.")
+    needed = len(batch) if one_by_one else _bins_needed(batch.lengths, micro_batch_tokens)
+    num_bins = max(max(exchange(needed)), 1)
+    bins: list[list[int]] = [[] for _ in range(num_bins)]
+    loads = [0] * num_bins
+    # Longest first, into the emptiest bin: within 4/3 of the best balance.
+    for index in sorted(range(len(batch)), key=lambda i: (-batch.lengths[i], i)):
+        target = loads.index(min(loads))
+        bins[target].append(index)
+        loads[target] += batch.lengths[index]
+    return [(batch.select(sorted(indices)), sorted(indices)) for indices in bins]
+
+
+def _bins_needed(lengths: list[int], capacity: int) -> int:
+    """How many bins of `capacity` tokens hold the sequences, first fit; a longer sequence has a bin of its own."""
+    loads: list[int] = []
+    for length in sorted(lengths, reverse=True):
+        for index, load in enumerate(loads):
+            if load + length <= capacity:
+                loads[index] += length
+                break
+        else:
+            loads.append(length)
+    return len(loads)
+
+
+def check_batch(batch: Batch, *, vocabulary: int, max_length: int | None) -> None:
+    """Raise for tokens outside the vocabulary and sequences longer than the model's positions."""
+    for index, sequence in enumerate(batch.sequences):
+        if max_length is not None and len(sequence) > max_length:
+            message = f"sequence {index} has {len(sequence)} tokens, the model has {max_length} positions."
+            raise fail("C004", "batch", message, rank=dist.get_rank(), fix="shorten the sequence")
+        low, high = min(sequence), max(sequence)
+        if low < 0 or high >= vocabulary:
+            bad = low if low < 0 else high
+            message = f"sequence {index} holds token {bad}, the vocabulary has {vocabulary}."
+            raise fail("C004", "batch", message, rank=dist.get_rank())
+
+
+def weigh(batch: Batch, how: str = "token_mean", *, constant: float | None = None, share: int = 1) -> Batch:
+    """The batch with a `weights` column, computed once over the global batch, so that no split of it can matter.
+
+    `token_mean` gives every counted token of all ranks the same weight (DAPO), `sequence_mean` every sequence
+    (GRPO), `constant` divides by a number of your own (Dr. GRPO). `share` ranks hold each sequence (sequence
+    parallelism). The weights of the first two sum to 1 over the global batch.
+
+    Collective: every rank.
+    """
+    masks = batch.masks()
+    counts = [float(mask.sum()) for mask in masks]
+    totals = exchange([sum(counts), sum(count > 0 for count in counts)])
+    num_tokens = sum(row[0] for row in totals) / share
+    num_sequences = sum(row[1] for row in totals) / share
+    if how == "token_mean":
+        weights = [mask / max(num_tokens, 1.0) for mask in masks]
+    elif how == "sequence_mean":
+        weights = [mask / max(count, 1.0) / max(num_sequences, 1.0) for mask, count in zip(masks, counts, strict=True)]
+    elif how == "constant":
+        if not constant:
+            raise fail("C001", "batch", "how='constant' needs constant=, the number to divide by.")
+        weights = [mask / constant for mask in masks]
+    else:
+        raise fail("C001", "batch", f"how={how!r} is not one of token_mean, sequence_mean, constant.")
+    return batch.with_column("weights", weights)

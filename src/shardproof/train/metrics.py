@@ -1,0 +1,75 @@
+"""Metrics that declare their reduction, kept on the device until the step's one exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from shardproof.errors import choose, error_for
+from shardproof.findings import Finding
+
+REDUCTIONS = ("sum", "mean", "max", "min")
+
+
+class MetricSums:
+    """Running reductions of per-token values over micro-batches. Adding to it never waits for the device."""
+
+    def __init__(self, reductions: Mapping[str, str]):
+        for name, reduction in reductions.items():
+            choose("metrics", f"the reduction of {name!r}", reduction, REDUCTIONS)
+        self.reductions = dict(reductions)
+        self._partial: dict[str, torch.Tensor] = {}
+
+    def add(self, values: Mapping[str, torch.Tensor], counted: torch.Tensor) -> None:
+        """Take in one value a token; only tokens with `counted` true matter."""
+        for name, value in values.items():
+            reduction = self.reductions.get(name, "mean")
+            self.reductions.setdefault(name, reduction)
+            part = _partial(value.detach().float(), counted, reduction)
+            self._partial[name] = _merge(self._partial[name], part, reduction) if name in self._partial else part
+
+    def rows(self) -> dict[str, torch.Tensor]:
+        """Name to its [2] partial result, still on the device."""
+        return self._partial
+
+
+def _partial(value: torch.Tensor, counted: torch.Tensor, reduction: str) -> torch.Tensor:
+    number = counted.sum().float()
+    if reduction in ("sum", "mean"):
+        return torch.stack([torch.where(counted, value, 0.0).sum(), number])
+    edge = float("-inf") if reduction == "max" else float("inf")
+    kept = torch.where(counted, value, edge)
+    best = kept.max() if reduction == "max" else kept.min()
+    return torch.stack([best, number])
+
+
+def _merge(a: torch.Tensor, b: torch.Tensor, reduction: str) -> torch.Tensor:
+    if reduction in ("sum", "mean"):
+        return a + b
+    pick = torch.maximum if reduction == "max" else torch.minimum
+    return torch.stack([pick(a[0], b[0]), a[1] + b[1]])
+
+
+def reduce_metrics(rows: list[dict[str, Any]], reductions: Mapping[str, str]) -> dict[str, float]:
+    """One number a metric from every rank's {name: [partial, count]}; raises if ranks have other names."""
+    names = list(rows[0])
+    for rank, row in enumerate(rows):
+        if sorted(row) != sorted(names):
+            odd = sorted(set(row) ^ set(names))
+            message = f"it reports {sorted(row)}, rank 0 reports {sorted(names)}; they differ in {odd}."
+            raise error_for([Finding("T306", "metrics", message, rank=rank)])
+    return {name: _reduce([row[name] for row in rows], reductions.get(name, "mean")) for name in names}
+
+
+def _reduce(parts: list[list[float]], reduction: str) -> float:
+    live = [part for part in parts if part[1] > 0]
+    if not live:
+        return 0.0
+    if reduction == "max":
+        return max(part[0] for part in live)
+    if reduction == "min":
+        return min(part[0] for part in live)
+    total = sum(part[0] for part in live)
+    return total if reduction == "sum" else total / sum(part[1] for part in live)

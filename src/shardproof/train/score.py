@@ -1,0 +1,298 @@
+"""Scoring: log-probs, entropies and values of given tokens, the same number in every layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from shardproof.dist.collectives import exchange, raise_together, together
+from shardproof.errors import fail
+from shardproof.findings import Finding
+from shardproof.model import hf_private
+from shardproof.model.attention import PACKED
+from shardproof.model.families import max_positions, why_not_packed
+from shardproof.model.head import can_chunk, head_facts
+from shardproof.model.lora import adapters_off
+from shardproof.model.packing import Packing, to_device
+from shardproof.model.roles import CRITIC
+from shardproof.shard.sharded_model import ShardedModel
+from shardproof.train.batching import Batch, check_batch, spread
+from shardproof.train.loss import Scored
+
+_DEFAULT_TOKENS = 16384
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """How a model is scored: through which attention, and the head in chunks or as the model applies it.
+
+    Sequences are packed with our attention, and run one by one with any other.
+    """
+
+    attention: str | None  # None: the implementation that the model was loaded with
+    chunked: bool
+    reason: str
+
+    @property
+    def packed(self) -> bool:
+        return self.attention == PACKED
+
+
+def logprobs(
+    policy: ShardedModel,
+    sequences: Sequence[Sequence[int]],
+    temperature: float = 1.0,
+    adapters: bool = True,
+    entropy: bool = False,
+    micro_batch_tokens: int = _DEFAULT_TOKENS,
+) -> list[torch.Tensor] | tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """log p(token t + 1 | tokens <= t) of this rank's sequences, without gradients; with `entropy` also that.
+
+    A sequence of n tokens gives n - 1 values. `adapters=False` scores with the LoRA base. A value that is not finite
+    raises on every rank, naming role, rank and position.
+
+    Collective: every rank; ranks of one sequence-parallel group pass the same sequences.
+    """
+    if policy.role == CRITIC:
+        raise fail("C001", "logprobs", "a critic has values, not log-probs; use shardproof.values.")
+    scored = _score_all(policy, sequences, temperature, adapters, entropy, micro_batch_tokens)
+    logps = [each.logps for each in scored]
+    _check_finite(policy, "log-prob", logps)
+    return (logps, [each.entropy for each in scored]) if entropy else logps
+
+
+def values(
+    critic: ShardedModel, sequences: Sequence[Sequence[int]], micro_batch_tokens: int = _DEFAULT_TOKENS
+) -> list[torch.Tensor]:
+    """The critic's value at each position that predicts a token, without gradients: n - 1 values for n tokens.
+
+    Collective: every rank.
+    """
+    if critic.role != CRITIC:
+        raise fail("C001", "values", f"a {critic.role} has no value head; load it with role='critic'.")
+    scored = _score_all(critic, sequences, 1.0, True, False, micro_batch_tokens)
+    found = [each.values for each in scored]
+    _check_finite(critic, "value", found)
+    return found
+
+
+def _score_all(
+    policy: ShardedModel,
+    sequences: Sequence[Sequence[int]],
+    temperature: float,
+    adapters: bool,
+    want_entropy: bool,
+    micro_batch_tokens: int,
+) -> list[Scored]:
+    with together("score"):
+        batch = Batch(sequences)
+        check_batch(batch, vocabulary=vocabulary_size(policy), max_length=max_positions(policy.model.config))
+        if temperature <= 0:
+            raise fail("C001", "score", f"temperature={temperature} must be positive.")
+    scoring = scoring_of(policy)
+    results: dict[int, Scored] = {}
+    with torch.no_grad(), _evaluating(policy), scoring_context(policy, scoring), ExitStack() as stack:
+        if not adapters:
+            stack.enter_context(adapters_off(policy.model))
+        for micro_batch, indices in spread(batch, micro_batch_tokens, one_by_one=not scoring.packed):
+            scored, _ = score(policy, micro_batch, scoring, temperature=temperature, want_entropy=want_entropy)
+            results.update(zip(indices, _split(scored, micro_batch.lengths), strict=True))
+    return [results[index] for index in range(len(batch))]
+
+
+def _split(scored: Scored, lengths: list[int]) -> list[Scored]:
+    sizes = [length - 1 for length in lengths]
+    if not sizes:
+        return []
+    parts = [
+        row.split(sizes) if row.numel() else [row] * len(sizes) for row in (scored.logps, scored.entropy, scored.values)
+    ]
+    return [Scored(*part) for part in zip(*parts, strict=True)]
+
+
+def _check_finite(policy: ShardedModel, what: str, rows: list[torch.Tensor]) -> None:
+    """Raise on every rank if any rank has a value that is not finite. Collective: every rank."""
+    findings = []
+    if rows and not bool(torch.isfinite(torch.cat(rows)).all()):
+        for index, row in enumerate(rows):
+            bad = torch.nonzero(~torch.isfinite(row)).flatten()
+            if len(bad):
+                message = (
+                    f"{what} {float(row[bad[0]])} of the {policy.role} in sequence {index} at position {int(bad[0])}; "
+                    f"{len(bad)} of {len(row)} are not finite."
+                )
+                findings.append(Finding("T301", "score", message, rank=dist.get_rank()))
+                break
+    raise_together(findings)
+
+
+def vocabulary_size(policy: ShardedModel) -> int:
+    """How many tokens the model's embedding has."""
+    # The embedding's shape is that of the whole table only in the inventory; the module holds a shard.
+    embedding = policy.model.get_input_embeddings()
+    name = next(name for name, module in policy.model.named_modules() if module is embedding)
+    shapes = {alias: info.shape for info in policy.inventory.parameters for alias in info.names}
+    clean = name.replace("_fsdp_wrapped_module.", "")
+    return shapes.get(f"{clean}.weight", shapes.get(f"{clean}.base_layer.weight", (2**31,)))[0]
+
+
+@contextmanager
+def _evaluating(policy: ShardedModel) -> Iterator[None]:
+    was_training = policy.module.training
+    if was_training:
+        policy.module.eval()
+    try:
+        yield
+    finally:
+        if was_training:
+            policy.module.train()
+
+
+@contextmanager
+def scoring_context(policy: ShardedModel, scoring: Scoring) -> Iterator[None]:
+    """The model attends as `scoring` says inside the block, which must hold the backward pass too."""
+    if scoring.attention is None:
+        yield
+        return
+    with hf_private.attention_implementation(policy.model, scoring.attention):
+        yield
+
+
+def score(
+    policy: ShardedModel,
+    micro_batch: Batch,
+    scoring: Scoring,
+    *,
+    temperature: float = 1.0,
+    want_entropy: bool = False,
+    want_router: bool = False,
+) -> tuple[Scored, torch.Tensor | None]:
+    """What the model says about a micro-batch's predictions, in one row, and the router's statistics if wanted.
+
+    An empty micro-batch runs a dummy sequence, so that this rank takes part in every collective; its row is empty.
+
+    Collective: every rank.
+    """
+    inputs = _Inputs(policy, micro_batch, scoring.packed)
+    if policy.role == CRITIC:
+        row = policy.module(task="values", use_cache=False, **inputs.model_inputs)[0].float()
+        empty = row.new_empty(0)
+        return Scored(empty, empty, inputs.predictions(row)), None
+    output = policy.module(
+        task="logprobs",
+        **inputs.model_inputs,
+        targets=inputs.targets,
+        temperature=temperature,
+        want_entropy=want_entropy,
+        want_router=want_router,
+        head=head_facts(policy.model.config) if scoring.chunked else None,
+    )
+    logps = inputs.predictions(output["logps"])
+    entropy = inputs.predictions(output["entropy"]) if want_entropy else output["entropy"]
+    statistics = output.get("router")
+    if statistics is not None and policy.sequence_group is not None:
+        gathered = policy.sequence_group.gather_tokens(statistics.reshape(-1))
+        statistics = gathered.view(policy.sequence_parallel, *statistics.shape).sum(0)
+    return Scored(logps, entropy, logps.new_empty(0)), statistics
+
+
+class _Inputs:
+    """A micro-batch as tensors on the device: tokens end to end, this rank's slice of them, and the way back."""
+
+    def __init__(self, policy: ShardedModel, micro_batch: Batch, packed: bool):
+        self._group = policy.sequence_group if packed else None
+        size = self._group.size if self._group is not None else 1
+        sequences = micro_batch.sequences or [[0, 0]]
+        lengths = [len(sequence) for sequence in sequences]
+        fill = -sum(lengths) % size
+        # The tokens that make the row divisible are a sequence of their own, which nothing attends to.
+        padded = [*sequences, [0] * fill] if fill else sequences
+        tokens = torch.tensor([token for sequence in padded for token in sequence])
+        targets = torch.cat([tokens[1:], tokens[:1]])
+        local = slice(0, None)
+        if self._group is not None:
+            step = len(tokens) // size
+            local = slice(self._group.rank * step, (self._group.rank + 1) * step)
+        device = policy.device
+        self.targets = to_device(targets[local], device)
+        self.model_inputs: dict[str, object] = {"input_ids": to_device(tokens[local], device)[None]}
+        if packed:
+            positions = torch.cat([torch.arange(len(sequence)) for sequence in padded])
+            self.model_inputs["position_ids"] = to_device(positions[local], device)[None]
+            self.model_inputs["packing"] = Packing([len(s) for s in padded], device, self._group)
+        self._keep = to_device(_prediction_positions(lengths if micro_batch.sequences else []), device)
+
+    def predictions(self, row: torch.Tensor) -> torch.Tensor:
+        """The entries of a per-token row that predict a token, gathered over the sequence-parallel group."""
+        if self._group is not None:
+            row = self._group.gather_tokens(row)
+        return row.index_select(0, self._keep)
+
+
+def _prediction_positions(lengths: list[int]) -> torch.Tensor:
+    """Every position of the packed row but each sequence's last."""
+    positions, at = [torch.empty(0, dtype=torch.int64)], 0
+    for length in lengths:
+        positions.append(torch.arange(at, at + length - 1))
+        at += length
+    return torch.cat(positions)
+
+
+def scoring_of(policy: ShardedModel) -> Scoring:
+    """How this model can be scored, found out once by comparing a few tokens with the model's own forward.
+
+    Collective: every rank, the first time.
+    """
+    if policy.scoring is None:
+        policy.scoring = _find_scoring(policy)
+    return policy.scoring
+
+
+def _find_scoring(policy: ShardedModel) -> Scoring:
+    refused = why_not_packed(policy.model.config)
+    chunked = policy.role != CRITIC and can_chunk(policy.model.get_output_embeddings())
+    # Eager attention is each family's own definition; SDPA leaves out what it does not know, such as soft caps.
+    own = Scoring("eager", False, refused or "only the model's own head and eager attention agree with it")
+    candidates = [
+        Scoring(None, chunked, refused or "packed attention differs from the model's own"),
+        Scoring("eager", chunked, refused or "the attention it was loaded with differs from the model's own"),
+    ]
+    if refused is None:
+        candidates.insert(0, Scoring(PACKED, chunked, "packed sequences"))
+    vocabulary = min(vocabulary_size(policy), 1000)
+    lengths = [n for n in (7, 5) if n <= (max_positions(policy.model.config) or n)]
+    probe = Batch([[(17 * i + 3 * n) % vocabulary for i in range(n)] for n in lengths])
+    with torch.no_grad(), _evaluating(policy):
+        truth = _probe(policy, probe, own)
+        assert isinstance(truth, torch.Tensor)
+        tolerance = 1e-3 if policy.settings.compute_dtype == torch.float32 else 0.2
+        problems = []
+        for candidate in candidates:
+            found = _probe(policy, probe, candidate)
+            error = float((found - truth).abs().max()) if isinstance(found, torch.Tensor) else float("inf")
+            # A truth that is not finite is reported where the user's own tokens are scored.
+            fits = error <= tolerance or not bool(torch.isfinite(truth).all())
+            if all(exchange(fits)):
+                return candidate
+            problems.append(found if isinstance(found, str) else f"it differs by {error:.3g}")
+    if policy.sequence_parallel > 1:
+        message = f"{policy.model.config.model_type!r} cannot run with sequence parallelism: {problems[0]}."
+        raise fail("T303", "score", message, fix="load it with sequence_parallel=1")
+    return own
+
+
+def _probe(policy: ShardedModel, probe: Batch, scoring: Scoring) -> torch.Tensor | str:
+    """The probe's row under one way of scoring, or why that way does not work."""
+    parts = [probe] if scoring.packed else [probe.select([i]) for i in range(len(probe))]
+    try:
+        with scoring_context(policy, scoring):
+            rows = [score(policy, part, scoring)[0] for part in parts]
+    except (TypeError, ValueError, NotImplementedError, RuntimeError) as error:
+        if not scoring.packed:
+            raise
+        return str(error).splitlines()[0]
+    return torch.cat([row.values if policy.role == CRITIC else row.logps for row in rows])
