@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from checkpoints import CONFIGS, TINY_CONFIGS, make_checkpoint, tensor_shapes, warm_page_cache
-from ranks import AnonymousRise, run_on_ranks
+from ranks import AnonymousRise, run_on_ranks, touch_memory
 from reporting import (
     add_json_option,
     check_can_write,
@@ -124,6 +124,8 @@ def measure_on_rank(contender: str, folder: str, tiny: str) -> dict[str, Any]:
     load = CONTENDERS[contender]
     load(tiny)
     gc.collect()
+    dist.barrier()
+    touch_memory(3 * sum(path.stat().st_size for path in Path(folder).glob("*.safetensors")))
     dist.barrier()
     with AnonymousRise() as memory:
         started = time.perf_counter()

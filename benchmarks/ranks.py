@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import tempfile
 import threading
@@ -56,6 +57,23 @@ def _run_rank(rank: int, num_ranks: int, folder: str, fn: Callable[..., Any], ar
 
 def _result_file(folder: str, rank: int) -> Path:
     return Path(folder) / f"result_{rank}.json"
+
+
+def touch_memory(num_bytes: int) -> None:
+    """Take that much memory, or this rank's share of what is free, write to each page, and give it back.
+
+    A virtual machine's host backs a page when the guest first writes to it, at several times the price of a page fault;
+    whoever is measured first would pay it for the others.
+    """
+    page_bytes = os.sysconf("SC_PAGE_SIZE")
+    free = os.sysconf("SC_AVPHYS_PAGES") * page_bytes
+    num_bytes = max(page_bytes, min(num_bytes, int(0.7 * free / dist.get_world_size())))
+    with mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        pages = torch.frombuffer(memory, dtype=torch.uint8)[::page_bytes]
+        pages.fill_(1)
+        del pages
 
 
 class AnonymousRise:

@@ -8,7 +8,10 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 
+from shardproof.errors import fail
+from shardproof.model.inventory import Inventory
 from shardproof.model.roles import ROOT_PREFIX, RoleModule
+from shardproof.model.skeleton import Skeleton
 from shardproof.shard import torch_private
 from shardproof.shard.local import LocalShard
 from shardproof.shard.plan import ShardPlan
@@ -52,6 +55,15 @@ def shard_fsdp1(
         for name, shape, start, stop, flat in torch_private.fsdp1_shards(wrapper)
     ]
     return wrapper, shards
+
+
+def check_fsdp1(skeleton: Skeleton, inventory: Inventory, settings: ShardSettings) -> None:
+    """Raise for what FSDP1 itself cannot do."""
+    tied = next((info for info in inventory.parameters if len(info.names) > 1), None)
+    if settings.mesh.size() == 1 and skeleton.has_lora and tied is not None:
+        # On one rank FSDP1 does not shard, and then loses track of a frozen tied parameter in its second backward.
+        message = f"strategy='fsdp1' on one rank cannot train adapters of a model that ties {tied.names}."
+        raise fail("S214", "shard", message, tensor=tied.name, fix="use strategy='fsdp2'")
 
 
 class _MetaToEmpty:

@@ -27,7 +27,7 @@ from shardproof.model.inventory import Inventory, take_inventory
 from shardproof.model.roles import RoleModule
 from shardproof.model.skeleton import Skeleton, build_skeleton, checkpoint_blocks
 from shardproof.shard.attest import attest
-from shardproof.shard.fsdp1 import shard_fsdp1
+from shardproof.shard.fsdp1 import check_fsdp1, shard_fsdp1
 from shardproof.shard.fsdp2 import shard_fsdp2
 from shardproof.shard.ledger import Ledger, Writer
 from shardproof.shard.local import LocalShard
@@ -157,6 +157,7 @@ def _shard(
     root = RoleModule(skeleton.model, skeleton.role)
     root.train(skeleton.model.training)
     if settings.strategy == FSDP1:
+        check_fsdp1(skeleton, inventory, settings)
         module, shards = shard_fsdp1(root, plan, settings)
     else:
         module, shards = root, shard_fsdp2(root, plan, settings)
