@@ -21,6 +21,7 @@ _EXPORTS = {
     "train_step": "shardproof.train.step",
     "StepResult": "shardproof.train.step",
     "Loss": "shardproof.train.loss",
+    "WeightStream": "shardproof.export.stream",
     "make_optimizer": "shardproof.train.optim",
     "make_schedule": "shardproof.train.optim",
     "make_mesh": "shardproof.dist.mesh",
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from shardproof.dist.launch import init_distributed
     from shardproof.dist.mesh import make_mesh
     from shardproof.errors import ConfigError, Fault, LoadFault, ShardFault, ShardproofError, TrainFault
+    from shardproof.export.stream import WeightStream
     from shardproof.findings import Finding
     from shardproof.shard.attest import attest
     from shardproof.shard.load import load

@@ -40,7 +40,11 @@ class TrainFault(Fault):
     """A step cannot be taken (T3xx)."""
 
 
-_BY_LETTER: dict[str, type[ShardproofError]] = {"C": ConfigError, "L": LoadFault, "S": ShardFault, "T": TrainFault}
+class ExportFault(Fault):
+    """Weights or checkpoints cannot leave or come back as they are (E4xx)."""
+
+
+_BY_LETTER: dict[str, type[ShardproofError]] = {"C": ConfigError, "L": LoadFault, "S": ShardFault, "T": TrainFault, "E": ExportFault}
 
 
 def error_for(findings: Sequence[Finding]) -> ShardproofError:

@@ -48,6 +48,15 @@ CODES: dict[str, tuple[str, str]] = {
     "T304": ("a step was skipped because something was not finite", "look at the named rank, micro-batch and tensor"),
     "T306": ("ranks report different metrics", "return the same metrics from the loss on every rank"),
     "T308": ("a rank was lost or late", "look at that rank's own log; raise deadline_s if it was only slow"),
+    "E401": ("a parameter is not where it was put", "do not move a module whose parameters FSDP offloads"),
+    "E402": ("an exported tensor is not finite", "attest the model; pass allow_nonfinite=True to export it all the same"),
+    "E403": ("a consumer stopped in the middle of a stream", "let every rank iterate the stream to its end"),
+    "E404": ("what was received is not what was sent", "send it again; compare the manifests on both sides"),
+    "E405": ("the payload did not change although the model did", "see that the trained tensors are the exported ones"),
+    "E406": ("a rank was lost or late during an export", "look at that rank's own log; raise deadline_s"),
+    "E407": ("a checkpoint cannot be resumed", "resume from a complete checkpoint of this model"),
+    "E408": ("a checkpoint could not be written", "free space or repair the folder; the previous checkpoint is untouched"),
+    "E409": ("a checkpoint wants to run code", "do not use this checkpoint"),
 }  # fmt: skip
 
 

@@ -70,7 +70,7 @@ def test_ranks_without_files_hold_what_the_checkpoint_holds(checkpoints, family,
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2", "fsdp1"])
-@pytest.mark.parametrize("bucket_bytes", [1, 1000, 20_000])
+@pytest.mark.parametrize("bucket_bytes", [1, 20_000])
 def test_buckets_smaller_than_the_model(checkpoints, bucket_bytes, strategy):
     results = run_ranks(3, load_served, checkpoints["qwen3_moe"], [0], strategy, bucket_bytes)
     assert [differing for differing, *_ in results] == [[], [], []]
@@ -106,20 +106,19 @@ def test_logits_of_served_ranks(checkpoints, family, strategy):
 def load_served_in_parts(folder):
     """Fill each shard in two parts, as it is on a device, where shards pass through staging buffers."""
 
-    def halves(self, shard, dtype):
+    def halves(shard, dtype):
         middle = (shard.start + shard.stop) // 2
-        for low, high in ((shard.start, middle), (middle, shard.stop)):
-            if low < high:
-                yield low, high, shard.flat[low - shard.start : high - shard.start]
+        return [(a, b) for a, b in ((shard.start, middle), (middle, shard.stop)) if a < b]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Staging, "buffers", halves)
+        patch.setattr(Staging, "parts", staticmethod(halves))
         policy = sp.load(folder if dist.get_rank() == 0 else NOWHERE, compute_dtype=torch.float32)
     return differing_names(policy, folder)
 
 
-def test_shards_that_are_filled_in_parts(checkpoints):
-    assert run_ranks(2, load_served_in_parts, checkpoints["llama"]) == [[], []]
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_shards_that_are_filled_in_parts(checkpoints, family):
+    assert run_ranks(2, load_served_in_parts, checkpoints[family]) == [[], []]
 
 
 # Faults.
@@ -149,7 +148,7 @@ def load_with_failing_server(folder, name, failing_ranks, bucket_bytes):
 @pytest.mark.parametrize("bucket_bytes", [1000, 2**26], ids=["small_buckets", "one_bucket"])
 @pytest.mark.parametrize(
     ("num_ranks", "failing_ranks"),
-    [(2, [0, 1]), (2, [1]), (3, [0, 1, 2]), (3, [1]), (3, [2])],
+    [(2, [0, 1]), (3, [0, 1, 2]), (3, [1]), (3, [2])],
     ids=str,
 )
 def test_server_whose_read_fails(checkpoints, num_ranks, failing_ranks, bucket_bytes):

@@ -69,7 +69,9 @@ def rotary(module):
 
 def local(module, name):
     """This rank's memory of a parameter, whatever wrappers are around it."""
-    (param,) = [p for n, p in module.named_parameters() if n.replace("_fsdp_wrapped_module.", "").endswith(name)]
+    (param,) = [
+        p for n, p in module.named_parameters() if n.replace("_fsdp_wrapped_module.", "").endswith(name)
+    ]
     return (param.to_local() if isinstance(param, DTensor) else param).detach()
 
 
@@ -175,7 +177,7 @@ def cast_frequencies_to_garbage(module, ranks, value):
         owner._buffers["inv_freq"] = torch.full_like(owner.inv_freq, value, dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize("value", [float("nan"), 3e38, 0.0], ids=str)
+@pytest.mark.parametrize("value", [float("nan"), 0.0], ids=str)
 @pytest.mark.parametrize("kind", ANY)
 def test_skyrl_1709_frequencies_cast_on_meta_and_never_written(kind, value):
     findings = findings_of(2, attest_spoiled, kind, cast_frequencies_to_garbage, [1], value)
@@ -224,7 +226,7 @@ def put(module, name, value, rank):
     ],
     ids=["nan", "inf", "minus_inf", "huge"],
 )
-@pytest.mark.parametrize("kind", ANY)
+@pytest.mark.parametrize("kind", ["plain", "ddp", "fsdp1", "fsdp2"])
 def test_value_that_no_model_has(kind, value, code, said):
     findings = findings_of(2, attest_spoiled, kind, put, HEAD, value, 1)
     expected = {(code, 1, HEAD)} | ({("S207", 1, HEAD)} if kind in REPLICATED else set())

@@ -290,7 +290,9 @@ def test_missing_part_of_an_expert(moe_copy):
 
 def test_config_with_more_experts_than_the_checkpoint(moe_copy):
     edit_config(moe_copy, num_local_experts=9)
-    assert_all_raise(run_ranks_outcomes(2, load_from, moe_copy), "L106", "layers.0.mlp.experts", "(8, ", "(9, ")
+    assert_all_raise(
+        run_ranks_outcomes(2, load_from, moe_copy), "L106", "layers.0.mlp.experts", "(8, ", "(9, "
+    )
 
 
 def test_pickled_checkpoint(copy):

@@ -1,6 +1,6 @@
 """Settings that cannot be, and ranks that were started with different ones: one error on every rank."""
 
-import itertools
+import random
 
 import peft
 import pytest
@@ -79,7 +79,9 @@ def load_with_odd_heads(size):
 
 
 def test_sequence_parallel_that_does_not_divide_the_heads():
-    assert_refused(run_ranks_outcomes(2, load_with_odd_heads, 2), "C001", "sequence_parallel=2", "3 attention")
+    assert_refused(
+        run_ranks_outcomes(2, load_with_odd_heads, 2), "C001", "sequence_parallel=2", "3 attention"
+    )
 
 
 @pytest.mark.parametrize("size", [0, -2, 3])
@@ -125,7 +127,9 @@ def test_mesh_that_does_not_cover_the_ranks():
 
 
 def test_mesh_with_other_axes():
-    assert_refused(run_ranks_outcomes(2, load_on_named_mesh, "dp", "tp"), "C002", "dp", "('replicate', 'shard')")
+    assert_refused(
+        run_ranks_outcomes(2, load_on_named_mesh, "dp", "tp"), "C002", "dp", "('replicate', 'shard')"
+    )
 
 
 def test_mesh_that_one_rank_alone_passes():
@@ -240,8 +244,10 @@ def described_lora(names):
 
 
 def test_order_of_target_modules_is_no_difference():
-    # peft keeps them in a set, which every process may print in another order.
-    names = [f"{layer}.{name}" for layer in range(3) for name in ("q_proj", "k_proj", "v_proj", "up", "down", "o")]
-    orders = [names, names[::-1], *itertools.islice(itertools.permutations(names), 1, 200)]
+    # peft keeps them in a set, which every process prints in an order of its own.
+    names = [
+        f"{layer}.{name}" for layer in range(3) for name in ("q_proj", "k_proj", "v_proj", "up", "down", "o")
+    ]
+    orders = [random.Random(seed).sample(names, len(names)) for seed in range(20)]
     assert len({str(set(order)) for order in orders}) > 1
     assert len({described_lora(order) for order in orders}) == 1

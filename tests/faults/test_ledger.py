@@ -1,5 +1,6 @@
 """The write ledger and computed buffers: what nobody wrote, or two wrote, is found and named."""
 
+import itertools
 import random
 
 import pytest
@@ -88,7 +89,10 @@ def test_each_tensor_is_reported():
         ledger.expect(name, 0, 4)
         ledger.write(name, 0, end)
         ledger.name_writer(name, Writer("init", "constant(1)"))
-    assert [(finding.code, finding.tensor) for finding in ledger.findings(0)] == [("S201", "a"), ("S202", "c")]
+    assert [(finding.code, finding.tensor) for finding in ledger.findings(0)] == [
+        ("S201", "a"),
+        ("S202", "c"),
+    ]
 
 
 def test_count_of_writers_by_kind():
@@ -105,7 +109,7 @@ def test_random_coverings(seed):
     start = draw.randrange(100)
     stop = start + draw.randrange(1, 200)
     cuts = sorted({start, stop, *(draw.randrange(start, stop) for _ in range(draw.randrange(12)))})
-    parts = list(zip(cuts, cuts[1:]))
+    parts = list(itertools.pairwise(cuts))
     draw.shuffle(parts)
     assert ledger_of(start, stop, parts).findings(0) == []
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 
@@ -16,7 +16,7 @@ from shardproof.checkpoint.reader import SliceSource, TensorEntry
 from shardproof.errors import error_for, nearest
 from shardproof.findings import Finding
 from shardproof.model import hf_private
-from shardproof.model.hf_private import WeightConverter
+from shardproof.model.hf_private import WeightConverter, WeightTransform
 
 _LISTED = 8
 
@@ -44,6 +44,7 @@ class CheckpointMap:
     whole: dict[str, WholeConversion] = field(default_factory=dict)
     operations: dict[str, str] = field(default_factory=dict)  # name -> conversion in words
     unexpected: list[str] = field(default_factory=list)
+    used_rules: list[WeightTransform] = field(default_factory=list)  # those that the checkpoint's names matched
 
     def __contains__(self, name: str) -> bool:
         return name in self.boxes or name in self.whole
@@ -77,7 +78,68 @@ def map_checkpoint(
 
     for first_target, (converter, sources) in collected.items():
         _convert(result, model, tensors, converter, first_target, sources)
+    result.used_rules = [rule for rule in [*renamings, *converters] if rule.was_used()]
     return result
+
+
+@dataclass(frozen=True)
+class ExportEntry:
+    """Checkpoint tensors that are made from the same model tensors.
+
+    `boxes` has them by name, as boxes of model tensors. Where an operation needs values, `whole` makes them.
+    """
+
+    sources: tuple[str, ...]
+    boxes: Mapping[str, BoxTensor]
+    whole: Callable[[Mapping[str, torch.Tensor]], dict[str, torch.Tensor]] | None = None
+
+
+def map_export(
+    model: PreTrainedModel,
+    state: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
+    used_rules: Sequence[WeightTransform] | None,
+) -> list[ExportEntry]:
+    """How the family's checkpoint is made from the model's tensors: the conversion rules, backwards.
+
+    `state` has shape and dtype of each model tensor, in names without adapters, and gives the order. `used_rules`
+    are those that loading used; None for a model that was not loaded.
+    """
+    renamings, converters = hf_private.reversed_rules(model, used_rules)
+    by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
+    groups: dict[str, tuple[WeightConverter | None, dict[str, list[str]]]] = {}
+    for name in state:
+        renamed, pattern = hf_private.rename_source_key(name, renamings, converters, reverse=True)
+        if pattern is None:
+            groups[renamed] = (None, {renamed: [name]})
+        else:
+            _, sources = groups.setdefault(renamed, (by_pattern[pattern], defaultdict(list)))
+            sources[pattern].append(name)
+    return [_export_entry(model, state, target, rule, sources) for target, (rule, sources) in groups.items()]
+
+
+def _export_entry(
+    model: PreTrainedModel,
+    state: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
+    target: str,
+    rule: WeightConverter | None,
+    sources: Mapping[str, list[str]],
+) -> ExportEntry:
+    names = tuple(name for group in sources.values() for name in group)
+    if rule is None:
+        return ExportEntry(names, {target: BoxTensor.of_source(names[0], *state[names[0]])})
+    try:
+        lazy = {p: [BoxTensor.of_source(n, *state[n]) for n in group] for p, group in sources.items()}
+        return ExportEntry(names, _run(rule, target, lazy, model))
+    except NotSliceable:
+        meta = {
+            p: [torch.empty(state[n][0], dtype=state[n][1], device="meta") for n in group] for p, group in sources.items()
+        }
+        shapes = {n: BoxTensor(t.shape, t.dtype, []) for n, t in _run(rule, target, meta, model).items()}
+
+        def convert(values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+            return _run(rule, target, {p: [values[n] for n in group] for p, group in sources.items()}, model)
+
+        return ExportEntry(names, shapes, convert)
 
 
 def _convert(

@@ -5,7 +5,7 @@ tests/unit/test_private_interfaces.py fails when one of these moves.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,14 +14,16 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
+    PrefixChange,
     WeightConverter,
     WeightRenaming,
+    WeightTransform,
     dot_natural_key,
     rename_source_key,
 )
 from transformers.initialization import no_init_weights
 
-__all__ = ["WeightConverter", "WeightRenaming", "dot_natural_key", "no_init_weights", "rename_source_key"]
+__all__ = ["WeightConverter", "WeightRenaming", "WeightTransform", "dot_natural_key", "no_init_weights", "rename_source_key"]
 
 
 def conversion_rules(model: PreTrainedModel) -> tuple[list[WeightRenaming], list[WeightConverter]]:
@@ -29,6 +31,19 @@ def conversion_rules(model: PreTrainedModel) -> tuple[list[WeightRenaming], list
     rules = get_model_conversion_mapping(model)
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     return renamings, [rule for rule in rules if isinstance(rule, WeightConverter)]
+
+
+def reversed_rules(
+    model: PreTrainedModel, used: Sequence[WeightTransform] | None
+) -> tuple[list[WeightRenaming], list[WeightConverter]]:
+    """The rules that turn the model's state back into this family's checkpoint."""
+    if used is None:
+        # Without a load nobody knows whether a prefix was there; transformers leaves such rules out as well.
+        rules = get_model_conversion_mapping(model, add_legacy=False)
+        used = [rule for rule in rules if not isinstance(rule, PrefixChange)]
+    backwards = [rule.reverse_transform() for rule in reversed(used)]
+    renamings = [rule for rule in backwards if isinstance(rule, WeightRenaming)]
+    return renamings, [rule for rule in backwards if isinstance(rule, WeightConverter)]
 
 
 def tied_names(model: PreTrainedModel) -> dict[str, str]:

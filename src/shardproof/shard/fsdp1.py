@@ -50,11 +50,15 @@ def shard_fsdp1(
         wrapped = FullyShardedDataParallel(root.model.get_submodule(unit), **options)
         setattr(root.model.get_submodule(parent), leaf, wrapped)
     wrapper = FullyShardedDataParallel(root, **options)
-    shards = [
+    return wrapper, fsdp1_shards(wrapper)
+
+
+def fsdp1_shards(root: nn.Module) -> list[LocalShard]:
+    """What this rank holds of each parameter."""
+    return [
         LocalShard(name.removeprefix(ROOT_PREFIX), tuple(shape), start, stop, flat)
-        for name, shape, start, stop, flat in torch_private.fsdp1_shards(wrapper)
+        for name, shape, start, stop, flat in torch_private.fsdp1_shards(root)
     ]
-    return wrapper, shards
 
 
 def check_fsdp1(skeleton: Skeleton, inventory: Inventory, settings: ShardSettings) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -32,6 +33,11 @@ def shard_fsdp2(root: RoleModule, plan: ShardPlan, settings: ShardSettings) -> l
     fully_shard(root, **options)
     for fsdp_param in torch_private.fsdp2_params(root):
         torch_private.allocate_fsdp2(fsdp_param, settings.storage_device, settings.pin_memory)
+    return fsdp2_shards(root)
+
+
+def fsdp2_shards(root: nn.Module) -> list[LocalShard]:
+    """What this rank holds of each parameter."""
     shards = []
     for name, param in root.named_parameters():
         assert isinstance(param, DTensor)

@@ -13,6 +13,7 @@ from shardproof.checkpoint.mapping import CheckpointMap, WholeConversion, check_
 from shardproof.checkpoint.reader import Checkpoint
 from shardproof.errors import fail
 from shardproof.model import hf_private
+from shardproof.model.hf_private import WeightTransform
 from shardproof.model.initial import InitSpec, record_initialisation
 from shardproof.model.inventory import Inventory, TensorInfo
 from shardproof.model.lora import base_name, is_adapter
@@ -32,6 +33,7 @@ class ShardPlan:
     writers: Mapping[str, Writer]  # the same, in words
     tie_checks: Mapping[str, BoxTensor]  # canonical name -> the checkpoint's other copy of a tied tensor
     seed: int
+    used_rules: list[WeightTransform] | None  # conversion rules that the checkpoint needed; None without one
 
 
 def plan_shards(
@@ -65,7 +67,8 @@ def plan_shards(
                 )
             origins[info.name] = specs[info.name]
             writers[info.name] = Writer("init", f"{specs[info.name]}, seed {seed}")
-    return ShardPlan(find_units(skeleton.model, inventory), origins, writers, tie_checks, seed)
+    used_rules = found.used_rules if checkpoint is not None else None
+    return ShardPlan(find_units(skeleton.model, inventory), origins, writers, tie_checks, seed, used_rules)
 
 
 def _map_without_adapters(skeleton: Skeleton, inventory: Inventory, checkpoint: Checkpoint) -> CheckpointMap:

@@ -60,7 +60,10 @@ class ShardedModel:
     version: int = 0
     sequence_group: SequenceGroup | None = None
     num_skipped: int = 0  # steps skipped in a row
+    num_updates: int = 0  # steps that changed something: the learning rate and the gradient were not zero
     scoring: Any = None  # how this model is scored; found out on first use
+    offloaded: Any = None  # the host copy of this rank's state while it is offloaded
+    last_export: tuple[int, str] | None = None  # (version, digest) of the last payload
     checked_optimizer: Any = None  # the optimizer that was last found to hold all trainable parameters
 
     @property

@@ -88,6 +88,7 @@ def train_step(
             if scheduler is not None:
                 scheduler.step()
             policy.version += 1
+            policy.num_updates += lr > 0 and verdict.grad_norm > 0
         optimizer.zero_grad()
     result = StepResult(
         stepped=verdict.step,

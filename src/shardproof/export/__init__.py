@@ -1,0 +1,1 @@
+"""From shards to a stream of checkpoint tensors, to folders, and to checkpoints that any layout can read."""

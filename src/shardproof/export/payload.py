@@ -1,0 +1,212 @@
+"""What a policy exports: checkpoint tensors as boxes of model tensors, and this rank's values of those."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from shardproof.checkpoint.boxes import BoxTensor
+from shardproof.checkpoint.mapping import ExportEntry, map_export
+from shardproof.dist.collectives import gather_rows, raise_together
+from shardproof.errors import error_for
+from shardproof.findings import Finding
+from shardproof.model.delta import Delta, find_deltas
+from shardproof.model.inventory import TensorInfo
+from shardproof.model.lora import ADAPTER
+from shardproof.shard.holdings import local_shards, persistent_buffers
+from shardproof.shard.local import LocalShard
+from shardproof.shard.plan import ShardPlan
+from shardproof.shard.sharded_model import ShardedModel
+from shardproof.shard.torch_private import clean_name
+
+_ADAPTER_PREFIX = "base_model.model."
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which flat range of each tensor every rank of the shard axis holds."""
+
+    ranges: Mapping[str, Sequence[tuple[int, int]]]
+    rank: int
+    group: dist.ProcessGroup | None
+
+
+class Payload:
+    """The tensors to export and where this rank's part of them lies. Nothing is moved until `local_values`."""
+
+    def __init__(self, policy: ShardedModel, dtype: torch.dtype | str | None, merge_lora: bool):
+        self.policy = policy
+        self.shards = {shard.name: shard for shard in local_shards(policy)}
+        self.buffers = persistent_buffers(policy)
+        self.adapter_only = policy.has_lora and not merge_lora
+        self.infos = {_export_name(info): info for info in policy.inventory.stored if self._belongs(info)}
+        self.deltas = find_deltas(policy.model, clean_name) if policy.has_lora and merge_lora else {}
+        self.dtypes = {name: _export_dtype(info, policy.plan, dtype) for name, info in self.infos.items()}
+        state = {name: (info.shape, self.dtypes[name]) for name, info in self.infos.items()}
+        if self.adapter_only:
+            self.entries = [
+                ExportEntry((name,), {_adapter_name(name): BoxTensor.of_source(name, *state[name])}) for name in state
+            ]
+        else:
+            self.entries = map_export(policy.model, state, policy.plan.used_rules)
+
+    def _belongs(self, info: TensorInfo) -> bool:
+        return info.is_adapter if self.adapter_only else not info.is_adapter
+
+    def check(self, *, allow_nonfinite: bool) -> None:
+        """Raise on every rank for shards that were moved, or that hold NaN or Inf. Collective: every rank."""
+        findings = _moved(self.policy, self.shards.values())
+        if not findings and not allow_nonfinite:
+            findings = _not_finite(self.shards.values())
+        raise_together(findings)
+
+    def layout(self) -> Layout:
+        """Every rank's ranges, from one exchange. Collective: every rank."""
+        mesh = self.policy.mesh
+        names = list(self.shards)
+        mine = torch.tensor([[self.shards[name].start, self.shards[name].stop] for name in names], dtype=torch.int64)
+        if mesh.size() == 1:
+            return Layout({name: [(int(a), int(b))] for name, (a, b) in zip(names, mine, strict=True)}, 0, None)
+        group = mesh.get_group(mesh.ndim - 1)
+        ranks = dist.get_process_group_ranks(group)
+        table = gather_rows(mine.view(-1)).view(mesh.size(), len(names), 2)[ranks].tolist()
+        ranges = {name: [tuple(table[r][i]) for r in range(len(ranks))] for i, name in enumerate(names)}
+        return Layout(ranges, dist.get_rank(group), group)
+
+    def adapters_needed(self, names: Sequence[str]) -> list[str]:
+        """Adapter tensors that the merged values of `names` need whole."""
+        deltas = [self.deltas[self.infos[n].name] for n in names if self.infos[n].name in self.deltas]
+        return [name for delta in deltas for name in (delta.a, delta.b)]
+
+    def local_values(self, name: str, adapters: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """This rank's elements of a tensor in the exported dtype, flat, merged out of place."""
+        info = self.infos[name]
+        shard = self.shards[info.name]
+        values = shard.flat.to(self.policy.device, non_blocking=True)
+        delta = self.deltas.get(info.name)
+        if delta is not None and values.numel():
+            values = _merged(shard, values, delta, adapters[delta.a], adapters[delta.b])
+        return values.to(self.dtypes[name])
+
+
+def _merged(
+    shard: LocalShard, values: torch.Tensor, delta: Delta, a: torch.Tensor, b: torch.Tensor
+) -> torch.Tensor:
+    """base + delta on the elements that a rank holds, in float32."""
+    row = torch.Size(shard.shape[1:]).numel()
+    first, last = shard.start // row, -(-shard.stop // row)
+    rows = delta.rows(a.to(values.device), b.to(values.device), first, last).reshape(-1)
+    return values.float() + rows[shard.start - first * row :][: values.numel()]
+
+
+def _export_name(info: TensorInfo) -> str:
+    return info.name if info.is_adapter else info.base_names[0]
+
+
+def _adapter_name(name: str) -> str:
+    """The name that peft gives an adapter's tensor in its files."""
+    return _ADAPTER_PREFIX + name.replace(f".{ADAPTER}", "")
+
+
+def _export_dtype(info: TensorInfo, plan: ShardPlan, dtype: torch.dtype | str | None) -> torch.dtype:
+    """Buffers and integers keep theirs; "checkpoint" is what the tensor had in the file it came from."""
+    if info.is_buffer or dtype is None or not info.dtype.is_floating_point:
+        return info.dtype
+    if dtype == "checkpoint":
+        origin = plan.origins[info.name]
+        return origin.dtype if isinstance(origin, BoxTensor) else info.dtype
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def _moved(policy: ShardedModel, shards: object) -> list[Finding]:
+    """Shards that are not on the device they were put on: someone called module.to(...)."""
+    expected = policy.settings.storage_device if policy.offloaded is None else torch.device("cpu")
+    for shard in shards:  # type: ignore[attr-defined]
+        if shard.flat.device.type != expected.type:
+            message = (
+                f"{shard.name!r} is on {shard.flat.device}, it was loaded to {expected}; module.to(...) moved it, and "
+                "FSDP's own bookkeeping did not follow."
+            )
+            return [Finding("E401", "export", message, rank=dist.get_rank(), tensor=shard.name)]
+    return []
+
+
+def _not_finite(shards: object) -> list[Finding]:
+    real = [s for s in shards if s.flat.is_floating_point() and s.flat.numel()]  # type: ignore[attr-defined]
+    if not real:
+        return []
+    sums = torch.stack([shard.flat.sum().float() for shard in real])
+    if bool(torch.isfinite(sums).all()):
+        return []
+    for shard in real:
+        bad = int((~torch.isfinite(shard.flat)).sum())
+        if bad:
+            message = f"{shard.name!r} holds {bad} elements that are not finite."
+            return [Finding("E402", "export", message, rank=dist.get_rank(), tensor=shard.name)]
+    return []
+
+
+def gather(
+    names: Sequence[str], layout: Layout, sizes: Mapping[str, int], values: Callable[[str], torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Whole tensors, flat, from every rank's `values(name)`, through one all-gather.
+
+    Memory: the gathered bytes twice, once as they arrive and once in order.
+    Collective: the shard axis.
+    """
+    if layout.group is None:
+        return {name: values(name) for name in names}
+    parts = [values(name).contiguous() for name in names]
+    dtypes = [part.dtype for part in parts]
+    offsets, longest = _pack_offsets(names, layout, dtypes)
+    packed = parts[0].new_zeros(longest, dtype=torch.uint8)
+    for part, offset in zip(parts, offsets[layout.rank], strict=True):
+        raw = part.view(-1).view(torch.uint8)
+        packed[offset : offset + raw.numel()] = raw
+    del parts
+    received = packed.new_empty(len(offsets) * longest)
+    dist.all_gather_into_tensor(received, packed, group=layout.group)
+    del packed
+    whole = {}
+    for index, name in enumerate(names):
+        full = torch.empty(sizes[name], dtype=dtypes[index], device=received.device)
+        for rank, (start, stop) in enumerate(layout.ranges[name]):
+            at = rank * longest + offsets[rank][index]
+            raw = received[at : at + (stop - start) * dtypes[index].itemsize]
+            full[start:stop] = raw.view(dtypes[index])
+        whole[name] = full
+    return whole
+
+
+_ALIGNMENT = 16
+
+
+def _pack_offsets(
+    names: Sequence[str], layout: Layout, dtypes: Sequence[torch.dtype]
+) -> tuple[list[list[int]], int]:
+    """Where each rank packs each tensor, in bytes, and the length of the longest pack."""
+    offsets, longest = [], _ALIGNMENT
+    for rank in range(len(next(iter(layout.ranges.values())))):
+        at, mine = 0, []
+        for name, dtype in zip(names, dtypes, strict=True):
+            start, stop = layout.ranges[name][rank]
+            mine.append(at)
+            at += -(-(stop - start) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+        offsets.append(mine)
+        longest = max(longest, at)
+    return offsets, longest
+
+
+def check_entries(entries: Sequence[ExportEntry]) -> None:
+    """Raise if two model tensors would be exported under one name."""
+    seen: dict[str, tuple[str, ...]] = {}
+    for entry in entries:
+        for name in entry.boxes:
+            if name in seen:
+                message = f"{name!r} would be made from {seen[name]} and from {entry.sources}."
+                raise error_for([Finding("E404", "export", message, tensor=name)])
+            seen[name] = entry.sources

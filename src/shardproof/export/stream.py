@@ -1,0 +1,216 @@
+"""`WeightStream`: one path from any layout to the tensors of the family's checkpoint, with a receipt."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+
+import torch
+import torch.distributed as dist
+
+from shardproof.checkpoint.boxes import BoxTensor, orient
+from shardproof.checkpoint.mapping import ExportEntry
+from shardproof.digest import digest
+from shardproof.dist.collectives import exchange, gather_rows
+from shardproof.dist.deadline import deadline, mesh_groups
+from shardproof.errors import fail
+from shardproof.export.manifest import ExportReceipt, Manifest, TensorMeta
+from shardproof.export.payload import Layout, Payload, check_entries, gather
+from shardproof.findings import Finding
+from shardproof.shard.sharded_model import ShardedModel
+
+_BUCKET_BYTES = 256 * 2**20
+_DEADLINE_S = 600.0
+
+
+class WeightStream:
+    """The policy's weights under the names, dtypes and shapes of its Hugging Face checkpoint.
+
+    `metadata()` moves nothing. Iteration gathers bucket by bucket and yields whole tensors, in the metadata's order,
+    on every rank; parameters are neither moved nor changed. `dtype` None exports as stored, "checkpoint" as the
+    source file had it. `merge_lora=False` streams the adapter alone, under peft's names.
+
+    Collective: every rank iterates. A rank that stops early ends the others with an error instead of leaving them
+    waiting. Memory: two buckets; a bucket is at least the largest tensor.
+    """
+
+    def __init__(
+        self,
+        policy: ShardedModel,
+        dtype: torch.dtype | str | None = None,
+        bucket_bytes: int = _BUCKET_BYTES,
+        merge_lora: bool = True,
+        digests: bool = True,
+        allow_nonfinite: bool = False,
+        deadline_s: float = _DEADLINE_S,
+    ):
+        self.policy = policy
+        self.bucket_bytes = bucket_bytes
+        self.digests = digests
+        self.allow_nonfinite = allow_nonfinite
+        self.deadline_s = deadline_s
+        self.receipt: ExportReceipt | None = None
+        self._payload = Payload(policy, dtype, merge_lora)
+        check_entries(self._payload.entries)
+        self._running: Iterator[tuple[str, torch.Tensor]] | None = None
+
+    def metadata(self) -> list[TensorMeta]:
+        """Names, dtypes and shapes, in the order of iteration."""
+        return [
+            TensorMeta(name, box.dtype, tuple(box.shape))
+            for entry in self._payload.entries
+            for name, box in entry.boxes.items()
+        ]
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        self._running = self._run()
+        return self._running
+
+    def __enter__(self) -> WeightStream:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End an iteration that was left early, telling the other ranks. Leaving a `for` loop does this too."""
+        if self._running is not None:
+            self._running.close()  # type: ignore[attr-defined]
+            self._running = None
+
+    def _run(self) -> Iterator[tuple[str, torch.Tensor]]:
+        payload, seconds = self._payload, 0.0
+        digests: dict[str, int] = {}
+        started = time.perf_counter()
+        with self._deadline():
+            payload.check(allow_nonfinite=self.allow_nonfinite)
+            layout = payload.layout()
+        seconds += time.perf_counter() - started
+        count = 0
+        try:
+            for bucket in self._buckets():
+                started = time.perf_counter()
+                with self._deadline():
+                    _agree_to_go_on(stopped=False)
+                    tensors = self._gather_bucket(bucket, layout)
+                seconds += time.perf_counter() - started
+                while tensors:
+                    name, tensor = tensors.pop(0)
+                    if self.digests and count % max(1, _group_size(layout)) == layout.rank:
+                        started = time.perf_counter()
+                        digests[name] = digest(tensor)
+                        seconds += time.perf_counter() - started
+                    count += 1
+                    yield name, tensor
+        except GeneratorExit:
+            with self._deadline():
+                _agree_to_go_on(stopped=True)
+            raise
+        started = time.perf_counter()
+        with self._deadline():
+            _agree_to_go_on(stopped=False)
+            everyone = exchange(digests) if self.digests else []
+        for row in everyone:
+            digests.update(row)
+        self.receipt = self._make_receipt(digests, seconds + time.perf_counter() - started)
+
+    def _deadline(self):  # type: ignore[no-untyped-def]
+        return deadline("export", "E406", self.deadline_s, mesh_groups(self.policy.mesh))
+
+    def _buckets(self) -> Iterator[list[ExportEntry]]:
+        """Entries whose model tensors fit a bucket together."""
+        bucket: list[ExportEntry] = []
+        size = 0
+        for entry in self._payload.entries:
+            nbytes = sum(self._nbytes(name) for name in entry.sources)
+            if bucket and size + nbytes > self.bucket_bytes:
+                yield bucket
+                bucket, size = [], 0
+            bucket.append(entry)
+            size += nbytes
+        if bucket:
+            yield bucket
+
+    def _nbytes(self, name: str) -> int:
+        return self._payload.infos[name].numel * self._payload.dtypes[name].itemsize
+
+    def _gather_bucket(self, bucket: Sequence[ExportEntry], layout: Layout) -> list[tuple[str, torch.Tensor]]:
+        """The bucket's checkpoint tensors. Collective: every rank."""
+        payload = self._payload
+        names = [name for entry in bucket for name in entry.sources]
+        sharded = [name for name in names if not payload.infos[name].is_buffer]
+        adapters = self._gather_adapters(sharded, layout)
+        flat = gather(
+            sharded,
+            Layout({name: layout.ranges[payload.infos[name].name] for name in sharded}, layout.rank, layout.group),
+            {name: payload.infos[name].numel for name in sharded},
+            lambda name: payload.local_values(name, adapters),
+        )
+        flat |= {n: payload.buffers[payload.infos[n].name].reshape(-1) for n in names if payload.infos[n].is_buffer}
+        whole = {name: flat.pop(name).view(payload.infos[name].shape) for name in names}
+        tensors: list[tuple[str, torch.Tensor]] = []
+        for entry in bucket:
+            if entry.whole is not None:
+                tensors += [(n, t.contiguous()) for n, t in entry.whole(whole).items()]
+            else:
+                tensors += [(name, assemble(box, whole)) for name, box in entry.boxes.items()]
+        return tensors
+
+    def _gather_adapters(self, names: Sequence[str], layout: Layout) -> dict[str, torch.Tensor]:
+        """The low-rank factors that the merged tensors of a bucket need, whole; they are small."""
+        needed = self._payload.adapters_needed(names)
+        if not needed:
+            return {}
+        infos = {info.name: info for info in self.policy.inventory.parameters}
+        part = Layout({name: layout.ranges[name] for name in needed}, layout.rank, layout.group)
+        flats = gather(needed, part, {n: infos[n].numel for n in needed}, self._adapter_values)
+        return {name: flats[name].view(infos[name].shape) for name in needed}
+
+    def _adapter_values(self, name: str) -> torch.Tensor:
+        return self._payload.shards[name].flat.to(self.policy.device)
+
+    def _make_receipt(self, digests: dict[str, int], seconds: float) -> ExportReceipt:
+        tensors = tuple(self.metadata())
+        version = self.policy.version
+        manifest = Manifest(version, tensors, digests)
+        findings = []
+        if self.digests:
+            total = Manifest(0, tensors, digests).total
+            last = self.policy.last_export
+            if last is not None and last[1] == total and self.policy.num_updates > last[0]:
+                message = f"version {version} has the same {len(tensors)} tensors as the last export, digest {total[:16]}."
+                findings.append(Finding("E405", "export", message))
+            self.policy.last_export = (self.policy.num_updates, total)
+        num_bytes = sum(meta.nbytes for meta in tensors)
+        return ExportReceipt(version, len(tensors), num_bytes, seconds, manifest, findings)
+
+
+def _group_size(layout: Layout) -> int:
+    return 1 if layout.group is None else dist.get_world_size(layout.group)
+
+
+def _agree_to_go_on(*, stopped: bool) -> None:
+    """Raise if another rank's consumer has stopped. Collective: every rank, once a bucket."""
+    flags = gather_rows(torch.tensor([int(stopped)])).flatten().tolist()
+    if any(flags) and not stopped:
+        rank = flags.index(1)
+        raise fail("E403", "export", "its consumer stopped before the end of the stream.", rank=rank)
+
+
+def assemble(box: BoxTensor, whole: dict[str, torch.Tensor]) -> torch.Tensor:
+    """A checkpoint tensor from whole model tensors: a view where it is one box, else a copy of several."""
+    everything = tuple((0, n) for n in box.shape)
+    pieces = list(box.slices(everything))
+    if len(pieces) == 1:
+        return _cut(pieces[0].box, pieces[0].dims, whole[pieces[0].source]).contiguous()
+    out = torch.empty(box.shape, dtype=box.dtype, device=next(iter(whole.values())).device)
+    for piece in pieces:
+        out[tuple(slice(a, b) for a, b in piece.target)] = _cut(piece.box, piece.dims, whole[piece.source])
+    return out
+
+
+def _cut(box: Sequence[tuple[int, int]], dims: tuple[int, ...], source: torch.Tensor) -> torch.Tensor:
+    return orient(source[tuple(slice(a, b) for a, b in box)], dims)
