@@ -21,6 +21,10 @@ _EXPORTS = {
     "train_step": "shardproof.train.step",
     "StepResult": "shardproof.train.step",
     "Loss": "shardproof.train.loss",
+    "save_pretrained": "shardproof.export.pretrained",
+    "save_checkpoint": "shardproof.export.state",
+    "resume": "shardproof.export.state",
+    "SharedWeights": "shardproof.export.shared",
     "WeightStream": "shardproof.export.stream",
     "make_optimizer": "shardproof.train.optim",
     "make_schedule": "shardproof.train.optim",
@@ -33,6 +37,7 @@ _EXPORTS = {
     "LoadFault": "shardproof.errors",
     "ShardFault": "shardproof.errors",
     "TrainFault": "shardproof.errors",
+    "ExportFault": "shardproof.errors",
 }
 
 __all__ = sorted(_EXPORTS)
@@ -41,7 +46,18 @@ if TYPE_CHECKING:
     from shardproof.checkpoint.source import RandomInit
     from shardproof.dist.launch import init_distributed
     from shardproof.dist.mesh import make_mesh
-    from shardproof.errors import ConfigError, Fault, LoadFault, ShardFault, ShardproofError, TrainFault
+    from shardproof.errors import (
+        ConfigError,
+        ExportFault,
+        Fault,
+        LoadFault,
+        ShardFault,
+        ShardproofError,
+        TrainFault,
+    )
+    from shardproof.export.pretrained import save_pretrained
+    from shardproof.export.shared import SharedWeights
+    from shardproof.export.state import resume, save_checkpoint
     from shardproof.export.stream import WeightStream
     from shardproof.findings import Finding
     from shardproof.shard.attest import attest

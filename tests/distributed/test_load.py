@@ -71,13 +71,14 @@ def gather(folders, strategy, replicas, options):
 
 def describe_dtypes(folder, strategy, param_dtype, compute_dtype):
     policy = load(folder, strategy, param_dtype=param_dtype, compute_dtype=compute_dtype)
+    state = full_state(policy)
     with torch.no_grad():
         logits = policy.module(input_ids=TOKENS).logits
     return {
         "parameters": {param.dtype for param in policy.parameters()},
         "buffers": {name: buffer.dtype for name, buffer in clean_buffers(policy).items()},
         "logits": logits,
-        "state": full_state(policy),
+        "state": state,
     }
 
 
@@ -98,7 +99,7 @@ def describe_receipt(folders, strategy):
 
 
 def offloaded(folder):
-    """(devices of parameters, logits with offload, logits without, whether a step moved the parameters)."""
+    """(devices of parameters, logits with offload, logits without)."""
     logits = []
     for cpu_offload in (True, False):
         policy = load(folder, "fsdp2", cpu_offload=cpu_offload)

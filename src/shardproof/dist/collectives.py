@@ -61,6 +61,18 @@ def gather_rows(row: torch.Tensor) -> torch.Tensor:
     return torch.stack(rows)
 
 
+def all_gather_flat(local: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Every rank's 1-D `local`, of one length, end to end in rank order.
+
+    Collective: the group.
+    """
+    received = local.new_empty(local.numel() * dist.get_world_size(group))
+    # torch 2.13 renamed it; the old name is all that 2.11 has.
+    into = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+    into(received, local, group=group)
+    return received
+
+
 def share_findings(findings: list[Finding]) -> list[Finding]:
     """The findings of all ranks, the same list on each.
 

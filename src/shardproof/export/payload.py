@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from shardproof.checkpoint.boxes import BoxTensor
 from shardproof.checkpoint.mapping import ExportEntry, map_export
-from shardproof.dist.collectives import gather_rows, raise_together
+from shardproof.dist.collectives import all_gather_flat, gather_rows, raise_together
 from shardproof.errors import error_for
 from shardproof.findings import Finding
 from shardproof.model.delta import Delta, find_deltas
@@ -39,8 +39,7 @@ class Payload:
 
     def __init__(self, policy: ShardedModel, dtype: torch.dtype | str | None, merge_lora: bool):
         self.policy = policy
-        self.shards = {shard.name: shard for shard in local_shards(policy)}
-        self.buffers = persistent_buffers(policy)
+        self.refresh()
         self.adapter_only = policy.has_lora and not merge_lora
         self.infos = {_export_name(info): info for info in policy.inventory.stored if self._belongs(info)}
         self.deltas = find_deltas(policy.model, clean_name) if policy.has_lora and merge_lora else {}
@@ -52,6 +51,11 @@ class Payload:
             ]
         else:
             self.entries = map_export(policy.model, state, policy.plan.used_rules)
+
+    def refresh(self) -> None:
+        """Look up where the shards lie now: offloading moves them between exports."""
+        self.shards = {shard.name: shard for shard in local_shards(self.policy)}
+        self.buffers = persistent_buffers(self.policy)
 
     def _belongs(self, info: TensorInfo) -> bool:
         return info.is_adapter if self.adapter_only else not info.is_adapter
@@ -90,6 +94,14 @@ class Payload:
         if delta is not None and values.numel():
             values = _merged(shard, values, delta, adapters[delta.a], adapters[delta.b])
         return values.to(self.dtypes[name])
+
+
+    def held(self, name: str, adapters: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, int, tuple[int, ...]]:
+        """(this rank's values, their first flat position, the whole shape) of a parameter or buffer."""
+        info = self.infos[name]
+        if info.is_buffer:
+            return self.buffers[info.name].reshape(-1), 0, info.shape
+        return self.local_values(name, adapters), self.shards[info.name].start, info.shape
 
 
 def _merged(
@@ -168,8 +180,7 @@ def gather(
         raw = part.view(-1).view(torch.uint8)
         packed[offset : offset + raw.numel()] = raw
     del parts
-    received = packed.new_empty(len(offsets) * longest)
-    dist.all_gather_into_tensor(received, packed, group=layout.group)
+    received = all_gather_flat(packed, layout.group)
     del packed
     whole = {}
     for index, name in enumerate(names):

@@ -51,15 +51,15 @@ class WeightStream:
         self.allow_nonfinite = allow_nonfinite
         self.deadline_s = deadline_s
         self.receipt: ExportReceipt | None = None
-        self._payload = Payload(policy, dtype, merge_lora)
-        check_entries(self._payload.entries)
+        self.payload = Payload(policy, dtype, merge_lora)
+        check_entries(self.payload.entries)
         self._running: Iterator[tuple[str, torch.Tensor]] | None = None
 
     def metadata(self) -> list[TensorMeta]:
         """Names, dtypes and shapes, in the order of iteration."""
         return [
             TensorMeta(name, box.dtype, tuple(box.shape))
-            for entry in self._payload.entries
+            for entry in self.payload.entries
             for name, box in entry.boxes.items()
         ]
 
@@ -82,7 +82,8 @@ class WeightStream:
             self._running = None
 
     def _run(self) -> Iterator[tuple[str, torch.Tensor]]:
-        payload, seconds = self._payload, 0.0
+        payload, seconds = self.payload, 0.0
+        payload.refresh()
         digests: dict[str, int] = {}
         started = time.perf_counter()
         with self._deadline():
@@ -91,11 +92,11 @@ class WeightStream:
         seconds += time.perf_counter() - started
         count = 0
         try:
-            for bucket in self._buckets():
+            for bucket in self.buckets():
                 started = time.perf_counter()
                 with self._deadline():
                     _agree_to_go_on(stopped=False)
-                    tensors = self._gather_bucket(bucket, layout)
+                    tensors = self.gather_bucket(bucket, layout)
                 seconds += time.perf_counter() - started
                 while tensors:
                     name, tensor = tensors.pop(0)
@@ -115,16 +116,16 @@ class WeightStream:
             everyone = exchange(digests) if self.digests else []
         for row in everyone:
             digests.update(row)
-        self.receipt = self._make_receipt(digests, seconds + time.perf_counter() - started)
+        self.receipt = self.make_receipt(digests, seconds + time.perf_counter() - started)
 
     def _deadline(self):  # type: ignore[no-untyped-def]
         return deadline("export", "E406", self.deadline_s, mesh_groups(self.policy.mesh))
 
-    def _buckets(self) -> Iterator[list[ExportEntry]]:
+    def buckets(self) -> Iterator[list[ExportEntry]]:
         """Entries whose model tensors fit a bucket together."""
         bucket: list[ExportEntry] = []
         size = 0
-        for entry in self._payload.entries:
+        for entry in self.payload.entries:
             nbytes = sum(self._nbytes(name) for name in entry.sources)
             if bucket and size + nbytes > self.bucket_bytes:
                 yield bucket
@@ -135,14 +136,14 @@ class WeightStream:
             yield bucket
 
     def _nbytes(self, name: str) -> int:
-        return self._payload.infos[name].numel * self._payload.dtypes[name].itemsize
+        return self.payload.infos[name].numel * self.payload.dtypes[name].itemsize
 
-    def _gather_bucket(self, bucket: Sequence[ExportEntry], layout: Layout) -> list[tuple[str, torch.Tensor]]:
+    def gather_bucket(self, bucket: Sequence[ExportEntry], layout: Layout) -> list[tuple[str, torch.Tensor]]:
         """The bucket's checkpoint tensors. Collective: every rank."""
-        payload = self._payload
+        payload = self.payload
         names = [name for entry in bucket for name in entry.sources]
         sharded = [name for name in names if not payload.infos[name].is_buffer]
-        adapters = self._gather_adapters(sharded, layout)
+        adapters = self.gather_adapters(sharded, layout)
         flat = gather(
             sharded,
             Layout({name: layout.ranges[payload.infos[name].name] for name in sharded}, layout.rank, layout.group),
@@ -159,9 +160,9 @@ class WeightStream:
                 tensors += [(name, assemble(box, whole)) for name, box in entry.boxes.items()]
         return tensors
 
-    def _gather_adapters(self, names: Sequence[str], layout: Layout) -> dict[str, torch.Tensor]:
+    def gather_adapters(self, names: Sequence[str], layout: Layout) -> dict[str, torch.Tensor]:
         """The low-rank factors that the merged tensors of a bucket need, whole; they are small."""
-        needed = self._payload.adapters_needed(names)
+        needed = self.payload.adapters_needed(names)
         if not needed:
             return {}
         infos = {info.name: info for info in self.policy.inventory.parameters}
@@ -170,9 +171,9 @@ class WeightStream:
         return {name: flats[name].view(infos[name].shape) for name in needed}
 
     def _adapter_values(self, name: str) -> torch.Tensor:
-        return self._payload.shards[name].flat.to(self.policy.device)
+        return self.payload.shards[name].flat.to(self.policy.device)
 
-    def _make_receipt(self, digests: dict[str, int], seconds: float) -> ExportReceipt:
+    def make_receipt(self, digests: dict[str, int], seconds: float) -> ExportReceipt:
         tensors = tuple(self.metadata())
         version = self.policy.version
         manifest = Manifest(version, tensors, digests)

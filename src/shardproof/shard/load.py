@@ -124,6 +124,7 @@ def _load(
         provenance=ledger.writers,
         receipt=_receipt(ledger, shards, bytes_read, memory.rise, servers),
         source=resolved.label,
+        folder=resolved.folder,
         has_lora=skeleton.has_lora,
         sequence_group=make_sequence_group(options.sequence_parallel),
     )

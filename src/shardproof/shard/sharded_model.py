@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from shardproof.dist.sequence import SequenceGroup
 from shardproof.model.inventory import Inventory
 from shardproof.model.roles import ROOT_PREFIX
 from shardproof.shard.ledger import Writer
+from shardproof.shard.offload import HostCopy, OffloadReceipt, offload, onload
 from shardproof.shard.plan import ShardPlan
 from shardproof.shard.settings import ShardSettings
 from shardproof.shard.torch_private import clean_name
@@ -56,14 +58,17 @@ class ShardedModel:
     provenance: Mapping[str, Writer]
     receipt: LoadReceipt
     source: str
+    folder: Path | None = None  # where the source's files lie on this node
     has_lora: bool = False
     version: int = 0
     sequence_group: SequenceGroup | None = None
     num_skipped: int = 0  # steps skipped in a row
     num_updates: int = 0  # steps that changed something: the learning rate and the gradient were not zero
     scoring: Any = None  # how this model is scored; found out on first use
-    offloaded: Any = None  # the host copy of this rank's state while it is offloaded
+    offloaded: HostCopy | None = None  # the host copy of this rank's state while it is offloaded
     last_export: tuple[int, str] | None = None  # (version, digest) of the last payload
+    pending_save: Any = None  # a checkpoint that is being written beside training
+    checkpoint_group: Any = None  # the process group that checkpoints use
     checked_optimizer: Any = None  # the optimizer that was last found to hold all trainable parameters
 
     @property
@@ -92,6 +97,14 @@ class ShardedModel:
 
     def trainable_parameters(self) -> list[nn.Parameter]:
         return [param for param in self.parameters() if param.requires_grad]
+
+    def offload(self, optimizer: torch.optim.Optimizer | None = None) -> OffloadReceipt:
+        """Move parameters and optimizer state to pinned host memory until `onload`; says what moved, or why not."""
+        return offload(self, optimizer)
+
+    def onload(self) -> OffloadReceipt:
+        """Bring what `offload` moved back to the device, bit for bit."""
+        return onload(self)
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         return self.module(*args, **kwargs)

@@ -1,0 +1,214 @@
+"""Weights to a consumer on the same host: each rank writes its own slices once, and nothing is gathered.
+
+The memory is an anonymous file of rank 0. It has no name in any file system; whoever is told its address under /proc
+and runs as the same user can map it, and it is gone when the last process that holds it is, however it ended.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardproof.checkpoint.boxes import Box, Piece, flat_range_boxes, orient
+from shardproof.checkpoint.mapping import ExportEntry
+from shardproof.digest import digest
+from shardproof.dist.collectives import exchange, together
+from shardproof.dist.deadline import deadline, mesh_groups
+from shardproof.errors import fail
+from shardproof.export.manifest import ExportReceipt, TensorMeta
+from shardproof.export.payload import Layout
+from shardproof.export.stream import WeightStream
+from shardproof.shard.sharded_model import ShardedModel
+
+_ALIGNMENT = 64
+_DEADLINE_S = 600.0
+
+
+@dataclass(frozen=True)
+class SharedAddress:
+    """Where a payload lies: everything a consumer needs to map it. JSON-able through `to_json`."""
+
+    path: str
+    num_bytes: int
+    tensors: tuple[tuple[str, str, tuple[int, ...], int], ...]  # name, dtype, shape, offset
+    version: int
+
+    def to_json(self) -> dict[str, Any]:
+        return {"path": self.path, "num_bytes": self.num_bytes, "tensors": self.tensors, "version": self.version}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> SharedAddress:
+        tensors = tuple((n, d, tuple(shape), offset) for n, d, shape, offset in data["tensors"])
+        return cls(data["path"], data["num_bytes"], tensors, data["version"])
+
+
+def read_shared(address: SharedAddress) -> Iterator[tuple[str, torch.Tensor]]:
+    """The payload's tensors as views of the shared memory; valid while the writer keeps it or this process maps it."""
+    memory = torch.from_file(address.path, shared=True, size=address.num_bytes, dtype=torch.uint8)
+    for name, dtype, shape, offset in address.tensors:
+        yield name, _view(memory, getattr(torch, dtype), shape, offset)
+
+
+def _view(memory: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], offset: int) -> torch.Tensor:
+    nbytes = torch.Size(shape).numel() * dtype.itemsize
+    return memory[offset : offset + nbytes].view(dtype).view(shape)
+
+
+class SharedWeights:
+    """A policy's weights in shared memory, written anew by each `write`. Close it to give the memory back."""
+
+    def __init__(
+        self,
+        policy: ShardedModel,
+        dtype: torch.dtype | str | None = None,
+        merge_lora: bool = True,
+        digests: bool = True,
+        deadline_s: float = _DEADLINE_S,
+    ):
+        self.policy = policy
+        self.digests = digests
+        self.deadline_s = deadline_s
+        # The stream plans names and buckets, and gathers what cannot be written slice by slice.
+        self._stream = WeightStream(policy, dtype, merge_lora=merge_lora, digests=digests, deadline_s=deadline_s)
+        offsets, size = [], 0
+        for meta in self._stream.metadata():
+            offsets.append(size)
+            size += -(-meta.nbytes // _ALIGNMENT) * _ALIGNMENT
+        self._offsets = offsets
+        self._size = max(size, _ALIGNMENT)
+        self._descriptor: int | None = None
+        self.path = self._open()
+        self._memory = torch.from_file(self.path, shared=True, size=self._size, dtype=torch.uint8)
+        self.receipt: ExportReceipt | None = None
+
+    def _open(self) -> str:
+        """Make the memory on rank 0 and tell the others its address. Collective: every rank."""
+        path = None
+        with together("export"):
+            if dist.get_rank() == 0:
+                available = _available_bytes()
+                if available is not None and available < self._size:
+                    message = f"the payload needs {self._size} bytes of memory, {available} are available."
+                    raise fail("E408", "export", message, rank=0, fix="export a smaller dtype, or free memory")
+                self._descriptor = os.memfd_create(f"shardproof-{secrets.token_hex(8)}", os.MFD_CLOEXEC)
+                os.fchmod(self._descriptor, 0o600)
+                os.ftruncate(self._descriptor, self._size)
+                path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
+        return exchange(path)[0]
+
+    @property
+    def address(self) -> SharedAddress:
+        tensors = tuple(
+            (meta.name, str(meta.dtype).removeprefix("torch."), meta.shape, offset)
+            for meta, offset in zip(self._stream.metadata(), self._offsets, strict=True)
+        )
+        return SharedAddress(self.path, self._size, tensors, self.policy.version)
+
+    def write(self) -> ExportReceipt:
+        """Write this rank's slices; when it returns, the whole payload is there.
+
+        Collective: every rank.
+        """
+        started = time.perf_counter()
+        payload = self._stream.payload
+        metas = self._stream.metadata()
+        views = {m.name: _view(self._memory, m.dtype, m.shape, o) for m, o in zip(metas, self._offsets, strict=True)}
+        with deadline("export", "E406", self.deadline_s, mesh_groups(self.policy.mesh)):
+            payload.refresh()
+            payload.check(allow_nonfinite=self._stream.allow_nonfinite)
+            layout = payload.layout()
+            # Replicas hold the same bytes; the first writes them.
+            writes = self.policy.mesh.ndim == 1 or self.policy.mesh.get_local_rank(0) == 0
+            for bucket in self._stream.buckets():
+                adapters = self._stream.gather_adapters([n for entry in bucket for n in entry.sources], layout)
+                for entry in bucket:
+                    self._write_entry(entry, layout, adapters, views, writes)
+            exchange(None)  # every rank has written
+            digests = self._digest(metas, views) if self.digests else {}
+        self.receipt = self._stream.make_receipt(digests, time.perf_counter() - started)
+        return self.receipt
+
+    def _write_entry(
+        self,
+        entry: ExportEntry,
+        layout: Layout,
+        adapters: Mapping[str, torch.Tensor],
+        views: Mapping[str, torch.Tensor],
+        writes: bool,
+    ) -> None:
+        payload = self._stream.payload
+        if entry.whole is not None:
+            for name, tensor in self._stream.gather_bucket([entry], layout):
+                if dist.get_rank() == 0:
+                    views[name].copy_(tensor)
+            return
+        if not writes:
+            return
+        for source in entry.sources:
+            values, start, shape = payload.held(source, adapters)
+            boxes = list(flat_range_boxes(shape, start, start + values.numel()))
+            for name, account in entry.boxes.items():
+                for piece in account.pieces:
+                    if piece.source == source:
+                        _place(piece, boxes, values, start, views[name])
+
+    def _digest(self, metas: list[TensorMeta], views: Mapping[str, torch.Tensor]) -> dict[str, int]:
+        """Digests of what lies in the memory, each taken by one rank. Collective: every rank."""
+        mine = metas[dist.get_rank() :: dist.get_world_size()]
+        merged: dict[str, int] = {}
+        for row in exchange({meta.name: digest(views[meta.name]) for meta in mine}):
+            merged.update(row)
+        return merged
+
+    def close(self) -> None:
+        """Give the memory back; processes that have mapped it keep it until they let go."""
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+def _place(piece: Piece, boxes: list[tuple[int, Box]], values: torch.Tensor, start: int, target: torch.Tensor) -> None:
+    """Copy the part of a checkpoint tensor's piece that lies in this rank's boxes of the model tensor."""
+    out_dim = {source_dim: dim for dim, source_dim in enumerate(piece.dims) if source_dim >= 0}
+    for offset, box in boxes:
+        overlap = []
+        for dim, (low, high) in enumerate(box):
+            length = piece.shape[out_dim[dim]] if dim in out_dim else 1
+            a, b = max(low, piece.source_start[dim]), min(high, piece.source_start[dim] + length)
+            if a >= b:
+                break
+            overlap.append((a, b))
+        else:
+            block = tuple(high - low for low, high in box)
+            at = offset - start
+            held = values[at : at + torch.Size(block).numel()].view(block)
+            held = held[tuple(slice(a - low, b - low) for (a, b), (low, _) in zip(overlap, box, strict=True))]
+            where = []
+            for dim, source_dim in enumerate(piece.dims):
+                first = piece.start[dim]
+                if source_dim >= 0:
+                    shift = first - piece.source_start[source_dim]
+                    where.append(slice(overlap[source_dim][0] + shift, overlap[source_dim][1] + shift))
+                else:
+                    where.append(slice(first, first + 1))
+            target[tuple(where)].copy_(orient(held, piece.dims))
+
+
+def _available_bytes() -> int | None:
+    try:
+        with open("/proc/meminfo") as file:
+            for line in file:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return None
+

@@ -1,0 +1,297 @@
+"""Checkpoints of a run: written beside training, published whole or not at all, read by any layout."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import shutil
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.optim.lr_scheduler import LRScheduler
+
+from shardproof.dist.collectives import exchange, together
+from shardproof.errors import ShardproofError, fail
+from shardproof.export.dcp_private import (
+    FlatLoadPlanner,
+    FlatRange,
+    FlatSavePlanner,
+    SafeReader,
+    make_writer,
+    read_metadata,
+)
+from shardproof.export.run_state import (
+    allocate_optimizer,
+    describe,
+    fingerprint,
+    model_ranges,
+    optimizer_ranges,
+    restore,
+)
+from shardproof.shard.sharded_model import ShardedModel
+
+STATE_NAME = "state.json"
+_STEP_PATTERN = re.compile(r"step-(\d+)$")
+_PARTIAL = ".partial-"
+
+
+class PendingSave:
+    """A save under way. Training may go on; the next optimizer step waits until the tensors have been copied."""
+
+    def __init__(self) -> None:
+        self.blocked_seconds = 0.0  # of the training loop
+        self.write_seconds = 0.0  # from the call to the published folder
+        self.folder: Path | None = None
+        self._staged = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def wait(self) -> Path:
+        """Block until the checkpoint is published; raises what went wrong, the same on every rank."""
+        if self._thread is not None:
+            started = time.perf_counter()
+            self._thread.join()
+            self._thread = None
+            self.blocked_seconds += time.perf_counter() - started
+        if self._error is not None:
+            raise self._error
+        assert self.folder is not None
+        return self.folder
+
+    def wait_until_staged(self, *_: Any) -> None:
+        """Block until the snapshot is taken; called by the optimizer before it changes anything."""
+        started = time.perf_counter()
+        self._staged.wait()
+        self.blocked_seconds += time.perf_counter() - started
+
+
+def save_checkpoint(
+    folder: str | os.PathLike[str],
+    policy: ShardedModel,
+    optimizer: torch.optim.Optimizer | None = None,
+    scheduler: LRScheduler | None = None,
+    extra: dict[str, Any] | None = None,
+    *,
+    step: int | None = None,
+    keep: int | None = 3,
+    background: bool = False,
+) -> PendingSave:
+    """Save model, optimizer, schedule, random state and `extra` (JSON-able) as `folder`/step-N.
+
+    The folder appears complete or not at all, and the newest `keep` are kept. With `background` the call returns
+    before anything is copied: the copy and the write run beside training, and only the next optimizer step waits for
+    the copy. Call `wait()` on the result before the process ends.
+
+    Collective: every rank. Memory: in the background, a host copy of this rank's state.
+    """
+    started = time.perf_counter()
+    if policy.pending_save is not None:
+        policy.pending_save.wait()
+        policy.pending_save = None
+    root = Path(folder)
+    number = policy.version if step is None else step
+    with together("save"):
+        root.mkdir(parents=True, exist_ok=True)
+        json.dumps(extra or {})
+    state = describe(policy, optimizer, scheduler, extra or {})
+    nonce = exchange(secrets.token_hex(4))[0]
+    partial = root / f"{_PARTIAL}{number:08d}-{nonce}"
+    ranges = model_ranges(policy) | (optimizer_ranges(policy, optimizer) if optimizer is not None else {})
+    group = _group_of(policy)
+    pending = PendingSave()
+
+    def work() -> None:
+        try:
+            mine = _without_replicas(policy, _staged(ranges) if background else ranges)
+            pending._staged.set()
+            _write(partial, mine, state, group)
+            pending.folder = _publish(root, partial, number, keep, group)
+        except BaseException as error:
+            pending._error = _explained(error, partial)
+        finally:
+            pending._staged.set()
+            pending.write_seconds = time.perf_counter() - started
+
+    if not background:
+        work()
+        pending.blocked_seconds = time.perf_counter() - started
+        pending.wait()
+        return pending
+    hook = optimizer.register_step_pre_hook(pending.wait_until_staged) if optimizer is not None else None
+    pending._thread = threading.Thread(target=_then(work, hook), name="shardproof-save")
+    pending._thread.start()
+    policy.pending_save = pending
+    pending.blocked_seconds = time.perf_counter() - started
+    return pending
+
+
+def _then(work: Any, hook: Any) -> Any:
+    def run() -> None:
+        work()
+        if hook is not None:
+            hook.remove()
+
+    return run
+
+
+def _group_of(policy: ShardedModel) -> dist.ProcessGroup:
+    """A gloo group for checkpoints alone, so that a save beside training cannot mix up its collectives.
+
+    Collective: every rank, the first time.
+    """
+    if policy.checkpoint_group is None:
+        policy.checkpoint_group = dist.new_group(backend="gloo")
+    return policy.checkpoint_group
+
+
+def _staged(ranges: dict[str, FlatRange]) -> dict[str, FlatRange]:
+    return {name: FlatRange(item.local.detach().to("cpu", copy=True), item.start, item.numel) for name, item in ranges.items()}
+
+
+def _without_replicas(policy: ShardedModel, ranges: dict[str, FlatRange]) -> dict[str, FlatRange]:
+    """What this rank writes: replicas and other ranks' whole buffers are left to the first that holds them."""
+    if policy.mesh.ndim == 2 and policy.mesh.get_local_rank(0) != 0:
+        return {name: item.empty() for name, item in ranges.items()}
+    whole = {f"model.{info.name}" for info in policy.inventory.persistent_buffers}
+    if dist.get_rank() == 0:
+        return ranges
+    return {name: item.empty() if name in whole else item for name, item in ranges.items()}
+
+
+def _write(partial: Path, ranges: dict[str, FlatRange], state: dict[str, Any], group: dist.ProcessGroup) -> None:
+    """Write the tensors through DCP and the rest as JSON. Collective: every rank, on the checkpoint group."""
+    dcp.save(ranges, storage_writer=make_writer(partial), planner=FlatSavePlanner(), process_group=group)
+    if dist.get_rank() == 0:
+        _write_json(partial / STATE_NAME, state)
+
+
+def _write_json(path: Path, value: Any) -> None:
+    with path.open("w") as file:
+        json.dump(value, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _publish(root: Path, partial: Path, number: int, keep: int | None, group: dist.ProcessGroup) -> Path:
+    """Give the complete folder its name, in one rename, and drop what is no longer kept."""
+    final = root / f"step-{number:08d}"
+    dist.barrier(group=group)
+    if dist.get_rank() == 0:
+        if final.exists():
+            shutil.rmtree(final)
+        os.rename(partial, final)
+        _sync_folder(root)
+        for old in list_checkpoints(root)[: -keep if keep else None] if keep is not None else []:
+            shutil.rmtree(old, ignore_errors=True)
+        for leftover in root.glob(f"{_PARTIAL}*"):
+            shutil.rmtree(leftover, ignore_errors=True)
+    dist.barrier(group=group)
+    return final
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _explained(error: BaseException, partial: Path) -> BaseException:
+    if dist.get_rank() == 0:
+        shutil.rmtree(partial, ignore_errors=True)
+    if isinstance(error, ShardproofError):
+        return error
+    detail = " ".join(str(error).split())[-300:]
+    failure = fail("E408", "save", f"{partial.name} was not published: {type(error).__name__}: {detail}")
+    failure.__cause__ = error
+    return failure
+
+
+def list_checkpoints(root: Path) -> list[Path]:
+    """The complete checkpoints of a run, oldest first."""
+    found = [(int(match[1]), path) for path in root.iterdir() if (match := _STEP_PATTERN.match(path.name))]
+    return [path for _, path in sorted(found)]
+
+
+def resume(
+    folder: str | os.PathLike[str],
+    policy: ShardedModel,
+    optimizer: torch.optim.Optimizer | None = None,
+    scheduler: LRScheduler | None = None,
+    which: str = "latest",
+) -> dict[str, Any]:
+    """Load a checkpoint into the policy, optimizer and schedule, whatever layout wrote it; returns its `extra`.
+
+    `folder` is a run's folder, of which `which` names one ("latest", or "step-00000012"), or a checkpoint itself. At
+    the world size that wrote it the run goes on bit for bit.
+
+    Collective: every rank.
+    """
+    with together("resume"):
+        chosen = find_checkpoint(Path(folder), which)
+        state = _read_state(chosen, policy)
+        metadata = read_metadata(chosen)
+        _check_files(chosen, metadata)
+    if len(set(exchange(chosen.name))) > 1:
+        raise fail("E407", "resume", f"ranks see different checkpoints: {sorted(set(exchange(chosen.name)))}.")
+    ranges = model_ranges(policy)
+    if optimizer is not None and state["groups"] is not None:
+        saved = {
+            name: info.properties.dtype
+            for name, info in metadata.state_dict_metadata.items()
+            if isinstance(info, TensorStorageMetadata)
+        }
+        ranges |= allocate_optimizer(policy, optimizer, saved)
+    with torch.no_grad():
+        dcp.load(ranges, storage_reader=SafeReader(chosen), planner=FlatLoadPlanner(), process_group=_group_of(policy))
+    return restore(policy, optimizer, scheduler, state)
+
+
+def find_checkpoint(folder: Path, which: str) -> Path:
+    """The asked checkpoint's folder."""
+    if (folder / STATE_NAME).exists():
+        return folder
+    found = list_checkpoints(folder) if folder.is_dir() else []
+    if not found:
+        raise fail("E407", "resume", f"{folder} holds no complete checkpoint.")
+    if which == "latest":
+        return found[-1]
+    named = [path for path in found if path.name == which]
+    if not named:
+        raise fail("E407", "resume", f"{folder} has no {which!r}; it has {', '.join(path.name for path in found)}.")
+    return named[0]
+
+
+def _read_state(folder: Path, policy: ShardedModel) -> dict[str, Any]:
+    try:
+        state = json.loads((folder / STATE_NAME).read_text())
+        saved = state["model"]
+    except (OSError, ValueError, KeyError) as error:
+        raise fail("E407", "resume", f"{folder.name}: {STATE_NAME} cannot be read: {error}.") from error
+    ours = fingerprint(policy)
+    if saved != ours:
+        odd = sorted(name for name in saved.keys() | ours.keys() if saved.get(name) != ours.get(name))
+        message = f"{folder.name} is of another model: {odd[0]!r} is {saved.get(odd[0])} there and {ours.get(odd[0])} here"
+        raise fail("E407", "resume", f"{message} ({len(odd)} tensors differ).", tensor=odd[0])
+    return state
+
+
+def _check_files(folder: Path, metadata: Any) -> None:
+    """Every file that the metadata names is there and long enough."""
+    needed: dict[str, int] = {}
+    for info in metadata.storage_data.values():
+        needed[info.relative_path] = max(needed.get(info.relative_path, 0), info.offset + info.length)
+    for name, size in needed.items():
+        path = folder / name
+        if not path.exists() or path.stat().st_size < size:
+            found = path.stat().st_size if path.exists() else "no"
+            raise fail("E407", "resume", f"{folder.name}: {name} has {found} bytes of {size}.")
