@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -22,16 +23,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from checkpoints import CONFIGS, TINY_CONFIGS, make_checkpoint, tensor_shapes, warm_page_cache
-from ranks import AnonymousRise, run_on_ranks, touch_memory
-from reporting import (
-    add_json_option,
-    check_can_write,
-    describe_environment,
-    print_environment,
-    print_table,
-    write_json,
-)
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -41,7 +32,19 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 from transformers.utils import logging as transformers_logging
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 import shardproof as sp
+from benchmarks.checkpoints import CONFIGS, TINY_CONFIGS, make_checkpoint, tensor_shapes, warm_page_cache
+from benchmarks.ranks import AnonymousRise, run_on_ranks, touch_memory
+from benchmarks.reporting import (
+    add_json_option,
+    check_can_write,
+    describe_environment,
+    print_environment,
+    print_table,
+    write_json,
+)
 
 _MIB = 2**20
 

@@ -31,7 +31,7 @@ def describe_environment(packages: Sequence[str] = ()) -> dict[str, Any]:
         "python": platform.python_version(),
     }
     for name in (*_PACKAGES, *packages):
-        environment[name] = importlib.metadata.version(name)
+        environment[name] = _version(name)
     environment |= {
         "system": f"{platform.system()} {platform.release()}",
         "cpu": _cpu_model(),
@@ -40,6 +40,13 @@ def describe_environment(packages: Sequence[str] = ()) -> dict[str, Any]:
         "accelerator": _accelerator(),
     }
     return environment
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "from the source tree"
 
 
 def describe_commit() -> str | None:

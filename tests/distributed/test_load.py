@@ -45,7 +45,8 @@ def full_state(policy):
     """{name: whole tensor} of every parameter and buffer. Collective: every rank."""
     state = {name: buffer.detach().clone() for name, buffer in clean_buffers(policy).items()}
     if policy.strategy == "fsdp2":
-        return state | {name: param.full_tensor().detach() for name, param in policy.named_parameters()}
+        # On one rank full_tensor() is the parameter's own memory, which the next step writes.
+        return state | {name: param.full_tensor().detach().clone() for name, param in policy.named_parameters()}
     with FullyShardedDataParallel.summon_full_params(policy.module, writeback=False):
         return state | {name: param.detach().clone() for name, param in policy.named_parameters()}
 

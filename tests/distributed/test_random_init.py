@@ -60,7 +60,7 @@ def test_weights_are_the_same_in_every_layout(configs, expected, strategy, num_r
 
 
 @pytest.mark.parametrize(
-    ("strategy", "num_ranks"), [("fsdp1", 1), ("fsdp1", 2), ("fsdp2", 1), ("fsdp2", 2), ("fsdp2", 3)]
+    ("strategy", "num_ranks"), [("fsdp1", 1), ("fsdp1", 2), ("fsdp1", 4), ("fsdp2", 1), ("fsdp2", 3)]
 )
 def test_tensors_that_only_their_module_can_initialise(strategy, num_ranks):
     """Decay rates of linear attention: written by the module's own code, and still the same everywhere."""

@@ -8,7 +8,7 @@ from transformers import AutoModel, AutoModelForCausalLM, LlamaForSequenceClassi
 import shardproof as sp
 from tests.distributed.test_load import full_state
 from tests.models import make_checkpoint, tiny_config
-from tests.ranks import run_ranks
+from tests.ranks import run_ranks, run_ranks_outcomes
 
 STRATEGIES = ("fsdp1", "fsdp2")
 TOKENS = torch.randint(3, 101, (2, 20), generator=torch.Generator().manual_seed(0))
@@ -169,7 +169,7 @@ VARIANTS = {
     "all linear layers": ("llama", {"target_modules": "all-linear"}),
     "gaussian": ("llama", {"init_lora_weights": "gaussian"}),
     "rank-stabilised": ("llama", {"use_rslora": True}),
-    "experts": ("qwen3_moe", {"target_modules": "all-linear"}),
+    "beside experts": ("qwen3_moe", {}),
     "tied": ("qwen3_tied", {}),
     "convolutions of gpt2": ("gpt2", {"target_modules": ["c_attn"], "fan_in_fan_out": True}),
 }
@@ -202,7 +202,7 @@ def test_adapters_are_the_same_on_any_number_of_ranks(checkpoints, init):
     reference = run_ranks(1, describe_adapters, folder, "fsdp2", settings)[0]["before"]
     adapters = [name for name in reference if is_adapter(name)]
     assert len(adapters) == 2 * 7 * 2  # A and B, seven projections, two layers
-    for strategy, num_ranks in [("fsdp1", 1), ("fsdp1", 2), ("fsdp1", 3), ("fsdp2", 2), ("fsdp2", 3)]:
+    for strategy, num_ranks in [("fsdp1", 2), ("fsdp1", 3), ("fsdp2", 2), ("fsdp2", 3)]:
         for reply in run_ranks(num_ranks, describe_adapters, folder, strategy, settings):
             odd = [name for name in adapters if not torch.equal(reply["before"][name], reference[name])]
             assert odd == [], (strategy, num_ranks)
@@ -241,16 +241,61 @@ def test_provenance_tells_base_and_adapters_apart(checkpoints):
     assert reply["names"] <= set(provenance)
 
 
+def load_with_adapters(folder, settings):
+    config = lora_config(**settings)
+    before = config.to_dict()
+    load(folder, "fsdp2", lora=config)
+    return before, config.to_dict()
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "down_proj"]], ids=["all-linear", "down_proj"])
+def test_adapters_on_fused_experts_are_refused_by_name(checkpoints, targets):
+    """peft turns these targets into adapters of expert parameters, which we refuse when they are asked for by name."""
+    for outcome in run_ranks_outcomes(2, load_with_adapters, checkpoints["qwen3_moe"], {"target_modules": targets}):
+        kind, _, message = outcome
+        assert kind == "error"
+        assert message.startswith("L113 ")
+        assert "experts" in message
+
+
+def test_the_caller_s_lora_config_is_left_as_it_was(checkpoints):
+    """peft resolves targets in place; the same config may be meant for another model next."""
+    (reply,) = run_ranks(1, load_with_adapters, checkpoints["llama"], {"target_modules": "all-linear"})
+    before, after = reply
+    assert after == before
+
+
+def names_through_training(folder, strategy):
+    policy = load(folder, strategy, lora=lora_config())
+    names = [[name for name, _ in policy.named_parameters()]]
+    for _ in range(2):
+        policy.module(input_ids=TOKENS, labels=TOKENS).loss.backward()
+        names.append([name for name, _ in policy.named_parameters()])
+    return names
+
+
+@pytest.mark.parametrize(("strategy", "num_ranks"), [("fsdp1", 1), ("fsdp1", 2), ("fsdp2", 1), ("fsdp2", 2)])
+def test_no_frozen_parameter_is_lost_in_training(checkpoints, strategy, num_ranks):
+    """FSDP1 on one rank does not shard, and forgets the parameters of a unit that is frozen: that must be refused."""
+    for outcome in run_ranks_outcomes(num_ranks, names_through_training, checkpoints["llama"], strategy):
+        if outcome[0] == "error":
+            assert (strategy, num_ranks) == ("fsdp1", 1), outcome
+            assert outcome[2].startswith("S214 ")
+        else:
+            before, *later = outcome[1]
+            assert "model.embed_tokens.weight" in before
+            assert all(names == before for names in later)
+
+
 def trainable_of_critic(folder, strategy, settings):
     critic = load(folder, strategy, role="critic", lora=lora_config(**settings))
     return {name for name, param in critic.named_parameters() if param.requires_grad}
 
 
-@pytest.mark.parametrize("target_modules", [ATTENTION, "all-linear"], ids=["attention", "all-linear"])
-def test_a_critic_with_adapters_trains_its_value_head(checkpoints, target_modules):
+@pytest.mark.parametrize("targets", [ATTENTION, "all-linear"], ids=["attention", "all-linear"])
+def test_a_critic_with_adapters_trains_its_value_head(checkpoints, targets):
     """The head is drawn at random; frozen, no value could ever be right."""
-    for trainable in run_ranks(
-        2, trainable_of_critic, checkpoints["llama"], "fsdp2", {"target_modules": target_modules}
-    ):
-        assert "score.weight" in trainable
+    settings = {"target_modules": targets}
+    for trainable in run_ranks(2, trainable_of_critic, checkpoints["llama"], "fsdp2", settings):
         assert {name for name in trainable if not is_adapter(name)} == {"score.weight"}
+        assert not [name for name in trainable if name.startswith("score.") and is_adapter(name)]

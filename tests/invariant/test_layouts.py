@@ -276,6 +276,43 @@ def test_the_reference_clips_and_moves(checkpoints):
     assert all(float((weights[name] - before[name]).abs().max()) > 100 * TOLERANCE for name in before)
 
 
+# Scoring, which leaves the root gathered, at any point of the run.
+
+
+def train_and_score_on_rank(folder, case, score_before_optimizer):
+    policy = load_case(folder, case)
+
+    def score():
+        sp.logprobs(policy, [TOKENS[0][i] for i in my_indices(0, case["sequence_parallel"])])
+
+    if score_before_optimizer:
+        score()
+    optimizer = sp.make_optimizer(policy, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, **OPTIMIZER)
+    schedule = sp.make_schedule(optimizer, warmup_steps=1)
+    for step in (0, 1):
+        score()
+        mine = my_indices(step, case["sequence_parallel"])
+        batch = sp.Batch([TOKENS[step][i] for i in mine], mask=[MASKS[step][i] for i in mine])
+        sp.train_step(policy, batch, optimizer, schedule)
+        score()
+    return full_state(policy), sp.attest(policy, optimizer)
+
+
+@pytest.mark.parametrize(
+    "score_before_optimizer", [False, True], ids=["between_steps", "before_the_optimizer"]
+)
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("sharding", ["fsdp1", "fsdp2"])
+def test_scoring_does_not_change_the_run(checkpoints, sharding, world, score_before_optimizer):
+    case = dict.fromkeys(AXES, False) | {"sharding": sharding, "world": world}
+    case |= {"sequence_parallel": 1, "batches": "packed", "tied": True}
+    folder = checkpoints[True, False]
+    _, _, weights, _ = reference(folder, False, train_plain)
+    for state, findings in run_ranks(world, train_and_score_on_rank, folder, case, score_before_optimizer):
+        assert_same_state(state, weights)
+        assert findings == []
+
+
 # Gradients, parameter by parameter.
 
 

@@ -27,7 +27,7 @@ from shardproof.model.families import MOVING_ROPE
 from shardproof.model.lora import base_name, is_adapter
 from shardproof.model.roles import ROOT_PREFIX, RoleModule
 from shardproof.shard.sharded_model import ShardedModel
-from shardproof.shard.torch_private import clean_name, fsdp1_parameters, fsdp1_replica_key
+from shardproof.shard.torch_private import clean_name, fsdp1_parameters, fsdp1_replica_key, reshard
 
 _STAGE = "attest"
 # No weight of a trained or initialised language model comes near this; memory that nobody wrote often does.
@@ -53,6 +53,7 @@ def attest(target: ShardedModel | nn.Module, optimizer: torch.optim.Optimizer | 
     """
     init_distributed()
     module = target.module if isinstance(target, ShardedModel) else target
+    reshard(module)
     rank = dist.get_rank()
     held = held_tensors(module)
     checks: list[Callable[[], list[Finding]]] = [

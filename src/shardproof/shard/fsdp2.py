@@ -38,6 +38,7 @@ def shard_fsdp2(root: RoleModule, plan: ShardPlan, settings: ShardSettings) -> l
 
 def fsdp2_shards(root: nn.Module) -> list[LocalShard]:
     """What this rank holds of each parameter."""
+    torch_private.reshard(root)
     shards = []
     for name, param in root.named_parameters():
         assert isinstance(param, DTensor)

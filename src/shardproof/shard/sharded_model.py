@@ -18,7 +18,7 @@ from shardproof.shard.ledger import Writer
 from shardproof.shard.offload import HostCopy, OffloadReceipt, offload, onload
 from shardproof.shard.plan import ShardPlan
 from shardproof.shard.settings import ShardSettings
-from shardproof.shard.torch_private import clean_name
+from shardproof.shard.torch_private import clean_name, reshard
 
 
 @dataclass(frozen=True)
@@ -89,6 +89,7 @@ class ShardedModel:
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters under their Hugging Face names, tied ones once, without any wrapper's prefix."""
+        reshard(self.module)
         for name, param in self.module.named_parameters():
             yield clean_name(name).removeprefix(ROOT_PREFIX), param
 

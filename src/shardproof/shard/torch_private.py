@@ -54,6 +54,16 @@ def sum_gradients(root: nn.Module) -> None:
             module._gradient_postdivide_factor = 1
 
 
+def reshard(root: nn.Module) -> None:
+    """Give up gathered parameters. After a forward without gradients FSDP2 keeps its root's gathered.
+
+    While they are, `named_parameters` gives whole tensors that no optimizer may hold and no export may read.
+    """
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def set_last_micro_batch(root: nn.Module, is_last: bool) -> None:
     """Tell FSDP2 whether to reduce over replicas now; gradients are reduce-scattered in any case.
 

@@ -1,0 +1,246 @@
+"""The loader, the step and the export on a CUDA device: two gloo ranks on one GPU, and NCCL on one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM
+
+import shardproof as sp
+from shardproof.shard.holdings import local_shards
+from tests.models import make_checkpoint
+from tests.ranks import run_ranks
+
+SEQUENCES = [
+    [5, 6, 7, 8, 9, 10, 11],
+    [1, 2, 3],
+    [20] * 9 + [21, 22, 23],
+    [40, 41],
+    [9, 8, 7, 6, 5, 4, 3, 2, 1],
+]
+TWO_GLOO = {"num_ranks": 2, "backend": "gloo"}
+ONE_NCCL = {"num_ranks": 1, "backend": "cpu:gloo,cuda:nccl"}
+GROUPS = pytest.mark.parametrize("group", [TWO_GLOO, ONE_NCCL], ids=["two gloo ranks", "one nccl rank"])
+STRATEGIES = pytest.mark.parametrize("strategy", ["fsdp2", "fsdp1"])
+
+
+def on_ranks(group: dict[str, Any], fn: Any, *args: Any) -> list[Any]:
+    return run_ranks(group["num_ranks"], fn, *args, backend=group["backend"], timeout=300)
+
+
+def load_and_score(folder: str, options: dict[str, Any]) -> tuple[list[torch.Tensor], list[str], list[str]]:
+    policy = sp.load(folder, device="cuda", **options)
+    scores = sp.logprobs(policy, SEQUENCES)
+    devices = {str(shard.flat.device) for shard in local_shards(policy)}
+    return [score.cpu() for score in scores], [str(finding) for finding in sp.attest(policy)], sorted(devices)
+
+
+def plain_scores(folder: str) -> torch.Tensor:
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    rows = []
+    with torch.no_grad():
+        for sequence in SEQUENCES:
+            every = model(input_ids=torch.tensor([sequence])).logits[0].log_softmax(-1)
+            rows.append(every[:-1].gather(1, torch.tensor(sequence[1:])[:, None]).squeeze(1))
+    return torch.cat(rows)
+
+
+@GROUPS
+@STRATEGIES
+@pytest.mark.parametrize(
+    "family", ["llama", "qwen3_tied", "qwen3_moe", "gpt_oss", "deepseek_v3", "gemma3_text"]
+)
+def test_log_probs_equal_plain_transformers(tmp_path, group, strategy, family):
+    folder = str(make_checkpoint(tmp_path, family))
+    expected = plain_scores(folder)
+    for scores, findings, devices in on_ranks(
+        group, load_and_score, folder, {"strategy": strategy, "compute_dtype": torch.float32}
+    ):
+        assert findings == []
+        assert devices == ["cuda:0"]
+        torch.testing.assert_close(torch.cat(scores), expected, atol=2e-4, rtol=0)
+
+
+@GROUPS
+@pytest.mark.parametrize("options", [{}, {"cpu_offload": True}, {"sequence_parallel": 2}], ids=str)
+def test_bf16_flash_attention_equals_fp32_within_bf16_noise(tmp_path, group, options):
+    if options.get("sequence_parallel", 1) > group["num_ranks"]:
+        pytest.skip("sequence parallelism needs two ranks")
+    folder = str(make_checkpoint(tmp_path, "qwen3"))
+    expected = plain_scores(folder)
+    for scores, findings, _ in on_ranks(group, load_and_score, folder, options):
+        assert findings == []
+        assert torch.isfinite(torch.cat(scores)).all()
+        assert (torch.cat(scores) - expected).abs().max() < 0.15
+
+
+def train(
+    folder: str, device: str, options: dict[str, Any], steps: int = 2
+) -> tuple[list[Any], torch.Tensor]:
+    shard = options.pop("spread", True)
+    policy = sp.load(folder, device=device, compute_dtype=torch.float32, **options)
+    optimizer = sp.make_optimizer(policy, lr=1e-2, weight_decay=0.1)
+    rank, world = (
+        dist.get_rank() // policy.sequence_parallel,
+        dist.get_world_size() // policy.sequence_parallel,
+    )
+    mine = SEQUENCES[rank::world] if shard else SEQUENCES
+    results = [sp.train_step(policy, sp.Batch(mine), optimizer, micro_batch_tokens=12) for _ in range(steps)]
+    return [(r.loss, r.grad_norm) for r in results], torch.cat(
+        [row.cpu() for row in sp.logprobs(policy, SEQUENCES)]
+    )
+
+
+@pytest.mark.parametrize("family", ["qwen3_tied", "qwen3_moe"])
+@pytest.mark.parametrize(
+    ("group", "options"),
+    [
+        (TWO_GLOO, {"strategy": "fsdp2"}),
+        (TWO_GLOO, {"strategy": "fsdp1", "checkpoint_activations": True}),
+        (TWO_GLOO, {"strategy": "fsdp2", "sequence_parallel": 2, "checkpoint_activations": True}),
+        (TWO_GLOO, {"strategy": "fsdp2", "cpu_offload": True}),
+        (ONE_NCCL, {"strategy": "fsdp2", "checkpoint_activations": True}),
+        (ONE_NCCL, {"strategy": "fsdp2", "cpu_offload": True}),
+        (ONE_NCCL, {"strategy": "fsdp1"}),
+    ],
+    ids=str,
+)
+def test_trajectory_equals_the_cpu(tmp_path, family, group, options):
+    folder = str(make_checkpoint(tmp_path, family))
+    expected, expected_scores = run_ranks(1, train, folder, "cpu", {})[0]
+    for results, scores in on_ranks(group, train, folder, "cuda", options):
+        for (loss, norm), (want_loss, want_norm) in zip(results, expected, strict=True):
+            assert loss == pytest.approx(want_loss, rel=2e-4)
+            assert norm == pytest.approx(want_norm, rel=2e-3)
+        torch.testing.assert_close(scores, expected_scores, atol=5e-3, rtol=0)
+
+
+@contextmanager
+def no_host_sync() -> Iterator[None]:
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def step_without_sync(folder: str) -> bool:
+    import shardproof.train.step as step
+
+    policy = sp.load(folder, device="cuda")
+    optimizer = sp.make_optimizer(policy, lr=1e-3)
+    batch = sp.Batch(SEQUENCES)
+    sp.train_step(policy, batch, optimizer, micro_batch_tokens=12)  # lazy set-up may wait
+    original = step._backward
+
+    def watched(*args: Any) -> Any:
+        with no_host_sync():
+            return original(*args)
+
+    step._backward = watched
+    try:
+        return sp.train_step(policy, batch, optimizer, micro_batch_tokens=12).stepped
+    finally:
+        step._backward = original
+
+
+def test_no_host_sync_in_the_micro_batch_loop(tmp_path):
+    assert on_ranks(ONE_NCCL, step_without_sync, str(make_checkpoint(tmp_path, "qwen3"))) == [True]
+
+
+def export_twice(folder: str, lora: bool, move: bool) -> Any:
+    options: dict[str, Any] = {}
+    if lora:
+        from peft import LoraConfig
+
+        options["lora"] = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    policy = sp.load(folder, device="cuda", cpu_offload=True, compute_dtype=torch.float32, **options)
+    optimizer = sp.make_optimizer(policy, lr=1e-2)
+    digests = []
+    for _ in range(2):
+        assert sp.train_step(policy, sp.Batch(SEQUENCES), optimizer, micro_batch_tokens=12).stepped
+        stream = sp.WeightStream(policy)
+        assert all(tensor.device.type == "cuda" for _, tensor in stream)
+        assert stream.receipt.findings == []
+        digests.append(stream.receipt.digest)
+    if not move:
+        return len(set(digests)), policy.offload().note
+    policy.module.to("cuda")
+    try:
+        list(sp.WeightStream(policy))
+    except sp.ExportFault as fault:
+        return fault.code
+    return None
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora merged"])
+def test_verl_6188_stream_under_cpu_offload(tmp_path, lora):
+    folder = str(make_checkpoint(tmp_path, "qwen3"))
+    for group in (ONE_NCCL, TWO_GLOO):
+        for different, note in on_ranks(group, export_twice, folder, lora, False):
+            assert different == 2
+            assert "host memory already" in note
+
+
+def test_verl_6188_a_moved_module_is_named(tmp_path):
+    folder = str(make_checkpoint(tmp_path, "qwen3"))
+    assert on_ranks(ONE_NCCL, export_twice, folder, False, True) == ["E401"]
+
+
+def offload_and_back(folder: str, strategy: str) -> Any:
+    policy = sp.load(folder, device="cuda", strategy=strategy, compute_dtype=torch.float32)
+    optimizer = sp.make_optimizer(policy, lr=1e-2)
+    sp.train_step(policy, sp.Batch(SEQUENCES), optimizer)
+    before = sp.WeightStream(policy)
+    list(before)
+    held = torch.cuda.memory_allocated()
+    moved = policy.offload(optimizer)
+    free = torch.cuda.memory_allocated()
+    while_away = sp.WeightStream(policy)
+    list(while_away)
+    policy.onload()
+    after = sp.WeightStream(policy)
+    list(after)
+    result = sp.train_step(policy, sp.Batch(SEQUENCES), optimizer)
+    same = before.receipt.digest == while_away.receipt.digest == after.receipt.digest
+    return same, moved.num_bytes > 0, free < held, result.loss
+
+
+@GROUPS
+def test_offload_and_onload_are_bit_identical(tmp_path, group):
+    folder = str(make_checkpoint(tmp_path, "qwen3"))
+    losses = set()
+    for strategy in ("fsdp2", "fsdp1"):
+        for same, moved, freed, loss in on_ranks(group, offload_and_back, folder, strategy):
+            assert same and moved and freed
+            losses.add(round(loss, 4))
+    assert len(losses) == 1
+
+
+def save_and_resume(folder: str, run: str, strategy: str) -> Any:
+    policy = sp.load(folder, device="cuda", strategy=strategy, compute_dtype=torch.float32)
+    optimizer = sp.make_optimizer(policy, lr=1e-2)
+    sp.train_step(policy, sp.Batch(SEQUENCES), optimizer)
+    pending = sp.save_checkpoint(run, policy, optimizer, extra={"position": 3}, background=True)
+    expected = sp.train_step(policy, sp.Batch(SEQUENCES), optimizer).loss
+    pending.wait()
+    again = sp.load(folder, device="cuda", strategy=strategy, compute_dtype=torch.float32)
+    other = sp.make_optimizer(again, lr=1e-2)
+    extra = sp.resume(run, again, other)
+    return extra, sp.train_step(again, sp.Batch(SEQUENCES), other).loss - expected
+
+
+@GROUPS
+@STRATEGIES
+def test_resume_is_bit_identical(tmp_path, group, strategy):
+    folder = str(make_checkpoint(tmp_path / "model", "qwen3"))
+    for extra, difference in on_ranks(group, save_and_resume, folder, str(tmp_path / "run"), strategy):
+        assert extra == {"position": 3}
+        assert difference == 0.0
