@@ -44,7 +44,13 @@ class ExportFault(Fault):
     """Weights or checkpoints cannot leave or come back as they are (E4xx)."""
 
 
-_BY_LETTER: dict[str, type[ShardproofError]] = {"C": ConfigError, "L": LoadFault, "S": ShardFault, "T": TrainFault, "E": ExportFault}
+_BY_LETTER: dict[str, type[ShardproofError]] = {
+    "C": ConfigError,
+    "L": LoadFault,
+    "S": ShardFault,
+    "T": TrainFault,
+    "E": ExportFault,
+}
 
 
 def error_for(findings: Sequence[Finding]) -> ShardproofError:

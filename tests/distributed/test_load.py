@@ -8,6 +8,7 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.core_model_loading import Interleave, WeightConverter
@@ -37,8 +38,18 @@ TOKENS = torch.arange(3, 3 + 40).view(2, 20)
 
 def load(source, strategy, *, replicas=1, **options):
     """`sp.load` on the CPU, in float32 unless asked otherwise."""
-    mesh = sp.make_mesh(replicate=replicas) if replicas > 1 else None
-    return sp.load(source, strategy=strategy, mesh=mesh, device="cpu", **{"compute_dtype": torch.float32, **options})
+    mesh = replicated_mesh(replicas) if replicas > 1 else None
+    return sp.load(
+        source, strategy=strategy, mesh=mesh, device="cpu", **{"compute_dtype": torch.float32, **options}
+    )
+
+
+def replicated_mesh(replicas):
+    """An HSDP mesh of all ranks."""
+    # DTensor remembers the first mesh of each shape that its operations met. In a worker that serves many calls that
+    # is the mesh of an earlier call, whose process groups are gone.
+    _clear_sharding_prop_cache()
+    return sp.make_mesh(replicate=replicas)
 
 
 def full_state(policy):
@@ -46,7 +57,9 @@ def full_state(policy):
     state = {name: buffer.detach().clone() for name, buffer in clean_buffers(policy).items()}
     if policy.strategy == "fsdp2":
         # On one rank full_tensor() is the parameter's own memory, which the next step writes.
-        return state | {name: param.full_tensor().detach().clone() for name, param in policy.named_parameters()}
+        return state | {
+            name: param.full_tensor().detach().clone() for name, param in policy.named_parameters()
+        }
     with FullyShardedDataParallel.summon_full_params(policy.module, writeback=False):
         return state | {name: param.detach().clone() for name, param in policy.named_parameters()}
 
@@ -66,8 +79,12 @@ def local_parameters(policy):
 
 def gather(folders, strategy, replicas, options):
     """{label: whole state} of several checkpoints, with what attest says about each."""
-    policies = {label: load(folder, strategy, replicas=replicas, **options) for label, folder in folders.items()}
-    return {label: (full_state(policy), [str(f) for f in sp.attest(policy)]) for label, policy in policies.items()}
+    policies = {
+        label: load(folder, strategy, replicas=replicas, **options) for label, folder in folders.items()
+    }
+    return {
+        label: (full_state(policy), [str(f) for f in sp.attest(policy)]) for label, policy in policies.items()
+    }
 
 
 def describe_dtypes(folder, strategy, param_dtype, compute_dtype):
@@ -161,13 +178,15 @@ def reference_state(folder, dtype=torch.float32):
     """What transformers itself loads; buffers are compared too."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     parameters = {name: param.detach() for name, param in model.named_parameters()}
-    return parameters | {name: buffer for name, buffer in model.named_buffers()}
+    return parameters | dict(model.named_buffers())
 
 
 def differences(state, reference):
     """Names that one side lacks, and names whose bytes differ."""
     odd = sorted(set(state) ^ set(reference))
-    return odd + [name for name in set(state) & set(reference) if not torch.equal(state[name], reference[name])]
+    return odd + [
+        name for name in set(state) & set(reference) if not torch.equal(state[name], reference[name])
+    ]
 
 
 def checkpoint_bytes(folder):
@@ -198,7 +217,10 @@ def references(checkpoints):
 
 
 def test_the_checkpoints_are_what_their_labels_say(checkpoints):
-    files = {label: sorted(path.name for path in folder.glob("*.safetensors")) for label, folder in checkpoints.items()}
+    files = {
+        label: sorted(path.name for path in folder.glob("*.safetensors"))
+        for label, folder in checkpoints.items()
+    }
     assert files["in one file"] == ["model.safetensors"]
     assert len(files["in many files"]) > 2
     index = json.loads((checkpoints["in many files"] / "model.safetensors.index.json").read_text())
@@ -226,8 +248,13 @@ def test_every_layout_holds_the_checkpoint(checkpoints, references, strategy, la
 
 
 def load_over_a_named_mesh(folder, strategy):
-    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
-    return full_state(sp.load(folder, strategy=strategy, mesh=mesh, device="cpu", compute_dtype=torch.float32))
+    _clear_sharding_prop_cache()
+    mesh = torch.distributed.device_mesh.init_device_mesh(
+        "cpu", (1, 2), mesh_dim_names=("replicate", "shard")
+    )
+    return full_state(
+        sp.load(folder, strategy=strategy, mesh=mesh, device="cpu", compute_dtype=torch.float32)
+    )
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -239,7 +266,9 @@ def test_one_replica_of_two_shards(checkpoints, references, strategy):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("num_ranks", [3, 4])
 def test_a_value_head_of_one_row_on_more_ranks(checkpoints, references, strategy, num_ranks):
-    replies = run_ranks(num_ranks, gather, {"few rows": checkpoints["few rows"]}, strategy, 1, {"role": "critic"})
+    replies = run_ranks(
+        num_ranks, gather, {"few rows": checkpoints["few rows"]}, strategy, 1, {"role": "critic"}
+    )
     expected = {name: value for name, value in references["few rows"].items() if name != "lm_head.weight"}
     for reply in replies:
         state, findings = reply["few rows"]
@@ -253,7 +282,9 @@ def test_a_value_head_of_one_row_on_more_ranks(checkpoints, references, strategy
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("param_dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("compute_dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_parameters_are_cast_and_buffers_are_not(checkpoints, strategy, num_ranks, param_dtype, compute_dtype):
+def test_parameters_are_cast_and_buffers_are_not(
+    checkpoints, strategy, num_ranks, param_dtype, compute_dtype
+):
     folder = checkpoints["stored buffers"]
     expected = reference_state(folder)
     replies = run_ranks(num_ranks, describe_dtypes, folder, strategy, param_dtype, compute_dtype)
@@ -280,13 +311,18 @@ def test_every_byte_is_read_once_by_the_rank_that_holds_it(checkpoints, strategy
         assert sum(receipt["bytes_read"] for receipt in receipts) == checkpoint_bytes(folder), label
         for receipt in receipts:
             assert receipt["bytes_read"] == receipt["shard_bytes"] == receipt["held"], label
-            assert "MiB" in receipt["printed"] and f"loaded {receipt['num_tensors']} tensors" in receipt["printed"]
+            assert (
+                "MiB" in receipt["printed"]
+                and f"loaded {receipt['num_tensors']} tensors" in receipt["printed"]
+            )
 
 
 def test_half_the_bytes_are_read_of_a_bfloat16_checkpoint(checkpoints):
     (reply,) = run_ranks(1, describe_receipt, {"bfloat16": checkpoints["bfloat16"]}, "fsdp2")
     receipt = reply["bfloat16"]
-    assert 2 * receipt["bytes_read"] == receipt["shard_bytes"] == 2 * checkpoint_bytes(checkpoints["bfloat16"])
+    assert (
+        2 * receipt["bytes_read"] == receipt["shard_bytes"] == 2 * checkpoint_bytes(checkpoints["bfloat16"])
+    )
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -352,7 +388,9 @@ def test_a_conversion_that_needs_whole_tensors(tmp_path, strategy, num_ranks):
     model.save_pretrained(tmp_path)
     name = "model.layers.1.self_attn.q_proj.weight"
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
-        assert not torch.equal(file.get_tensor(name), plain.state_dict()[name]), "the checkpoint is not interleaved"
+        assert not torch.equal(file.get_tensor(name), plain.state_dict()[name]), (
+            "the checkpoint is not interleaved"
+        )
     for state, provenance in run_ranks(num_ranks, load_interleaved, tmp_path, strategy):
         assert differences(state, dict(plain.state_dict()) | dict(plain.named_buffers())) == []
         assert provenance[name] == f"converted whole: model.safetensors: {name} through Interleave"
@@ -386,7 +424,9 @@ def test_replicas_receive_one_gradient(checkpoints, strategy, layout):
     """Replicas that keep gradients to themselves drift apart from the first step on."""
     num_ranks, replicas = LAYOUTS[layout]
     shards = num_ranks // replicas
-    gradients = run_ranks(num_ranks, gradients_of_different_data, checkpoints["in many files"], strategy, replicas)
+    gradients = run_ranks(
+        num_ranks, gradients_of_different_data, checkpoints["in many files"], strategy, replicas
+    )
     for first, second in zip(gradients[:shards], gradients[shards:], strict=True):
         assert first.keys() == second.keys() and first
         assert [name for name in first if not torch.equal(first[name], second[name])] == []

@@ -1,8 +1,9 @@
 """The public bugs that this project was started for, each as the thing that went wrong."""
 
+import ctypes
+
 import pytest
 import torch
-import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 import shardproof as sp
@@ -12,7 +13,8 @@ from tests.ranks import run_ranks
 
 STRATEGIES = ("fsdp1", "fsdp2")
 MIB = 2**20
-# 36 MB in units of at most 4 MB: a whole copy of the model is far more than one rank's share and two units.
+M_MMAP_THRESHOLD = -3  # of malloc.h
+# 36 MB in units of at most 4 MB: a whole copy of the model is far more than one rank's share and a unit.
 LARGER = {
     "hidden_size": 256,
     "intermediate_size": 1024,
@@ -44,7 +46,9 @@ def score_as_reference(folder, strategy, tokens):
 @pytest.mark.parametrize("family", ["llama", "llama_tied"])
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_skyrl_1709_rotary_frequencies_are_float32_and_written_on_every_rank(tmp_path, family, num_ranks, strategy):
+def test_skyrl_1709_rotary_frequencies_are_float32_and_written_on_every_rank(
+    tmp_path, family, num_ranks, strategy
+):
     """There: cast to bf16 on meta, then memory nobody wrote; every log-prob of ranks 1..N-1 was NaN."""
     folder = make_checkpoint(tmp_path, family)
     tokens = torch.randint(3, 101, (2, 40), generator=torch.Generator().manual_seed(0))
@@ -64,6 +68,9 @@ def test_skyrl_1709_rotary_frequencies_are_float32_and_written_on_every_rank(tmp
 def load_and_sample(warm_up, folder, strategy, tokens):
     """What this rank holds after a load and what the load took; then a token sampled from the last logits."""
     options = {"strategy": strategy, "device": "cpu", "compute_dtype": torch.float32}
+    # A real model's tensors are mapped one by one and unmapped when freed; malloc recycles tensors as small as these
+    # from a heap that does not shrink, and the peak would be that of earlier tests. 64 KiB and more are mapped here.
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 64 * 1024)
     # Modules imported and pools grown by the first load of a process are not the loader's to answer for.
     sp.load(warm_up, **options)
     policy = sp.load(folder, **options)
@@ -76,12 +83,13 @@ def load_and_sample(warm_up, folder, strategy, tokens):
         "numel": sum(part.numel() for part in local.values()),
         "not_finite": [name for name, part in local.items() if not torch.isfinite(part).all()],
         "placeholders": [name for name, part in local.items() if part.numel() > 1 and not part.any()],
-        "storage": sum({p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in local.values()}.values()),
+        "storage": sum(
+            {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in local.values()}.values()
+        ),
         "peak_bytes": policy.receipt.peak_bytes,
         "shard_bytes": policy.receipt.shard_bytes,
         "logits_finite": bool(torch.isfinite(logits).all()),
         "sampled": sampled,
-        "rank": dist.get_rank(),
     }
 
 
@@ -108,10 +116,13 @@ def test_transformers_45050_no_rank_holds_a_placeholder_or_a_whole_model(checkpo
         assert reply["numel"] == pytest.approx(numel / num_ranks, rel=0.02)
         assert reply["not_finite"] == [] and reply["placeholders"] == []
         assert reply["storage"] < 4.2 * numel / num_ranks
-        # FSDP1 holds a unit twice for a moment: as its parameters, and flattened before it is cut.
-        units = 2 * LARGEST_UNIT if strategy == "fsdp1" else 0
-        allowed = 1.15 * reply["shard_bytes"] + units + 4 * MIB
+        # FSDP1 flattens a unit before it cuts it.
+        unit = LARGEST_UNIT if strategy == "fsdp1" else 0
+        allowed = 1.15 * reply["shard_bytes"] + unit + 4 * MIB
         assert allowed < 4 * numel, "the bound would let a whole model through"
-        assert reply["peak_bytes"] < allowed, f"peak {reply['peak_bytes'] / MIB:.1f} MiB, allowed {allowed / MIB:.1f} MiB"
+        assert reply["peak_bytes"] > 0.5 * reply["shard_bytes"], "the peak was not measured"
+        assert reply["peak_bytes"] < allowed, (
+            f"peak {reply['peak_bytes'] / MIB:.1f} MiB, allowed {allowed / MIB:.1f} MiB"
+        )
         assert reply["logits_finite"]
         assert torch.equal(reply["sampled"], replies[0]["sampled"])

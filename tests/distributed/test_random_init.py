@@ -5,7 +5,7 @@ import torch
 
 import shardproof as sp
 from shardproof.digest import digest
-from tests.distributed.test_load import full_state
+from tests.distributed.test_load import full_state, replicated_mesh
 from tests.models import make_model, tiny_config
 from tests.ranks import run_ranks
 from tests.unit.test_initial import hybrid_config
@@ -19,7 +19,7 @@ LAYOUTS = [
 
 
 def load(config, strategy, replicas=1, *, seed=0, **options):
-    mesh = sp.make_mesh(replicate=replicas) if replicas > 1 else None
+    mesh = replicated_mesh(replicas) if replicas > 1 else None
     source = sp.RandomInit(config, seed=seed)
     settings = {"compute_dtype": torch.float32, "device": "cpu", **options}
     return sp.load(source, strategy=strategy, mesh=mesh, **settings)
@@ -27,8 +27,12 @@ def load(config, strategy, replicas=1, *, seed=0, **options):
 
 def digests(configs, strategy, replicas=1, options=None):
     """{label: {name: digest of the whole tensor}}."""
-    policies = {label: load(config, strategy, replicas, **(options or {})) for label, config in configs.items()}
-    return {label: {n: digest(t) for n, t in full_state(policy).items()} for label, policy in policies.items()}
+    policies = {
+        label: load(config, strategy, replicas, **(options or {})) for label, config in configs.items()
+    }
+    return {
+        label: {n: digest(t) for n, t in full_state(policy).items()} for label, policy in policies.items()
+    }
 
 
 def whole_weights(config, strategy, options):
@@ -83,7 +87,10 @@ def test_another_seed_gives_other_weights(configs, expected):
     (other,) = run_ranks(1, digests, configs, "fsdp2", 1, {"seed": 1})
     for family, names in expected.items():
         changed = {name for name, value in names.items() if other[family][name] != value}
-        assert any(name.endswith("down_proj.weight") or "c_proj.weight" in name or "down_proj" in name for name in changed)
+        assert any(
+            name.endswith("down_proj.weight") or "c_proj.weight" in name or "down_proj" in name
+            for name in changed
+        )
         # What is constant, such as norms, biases and rotary frequencies, has no seed.
         assert not [name for name in changed if "norm" in name or name.endswith(("bias", "inv_freq"))]
 
@@ -107,7 +114,9 @@ def test_the_padding_row_is_zero_and_no_other(configs, family):
 
 def test_weights_stored_in_bfloat16_are_the_float32_weights_rounded(configs):
     ((exact, _),) = run_ranks(1, whole_weights, configs["qwen3_moe"], "fsdp2", {})
-    for rounded, _ in run_ranks(2, whole_weights, configs["qwen3_moe"], "fsdp1", {"param_dtype": torch.bfloat16}):
+    for rounded, _ in run_ranks(
+        2, whole_weights, configs["qwen3_moe"], "fsdp1", {"param_dtype": torch.bfloat16}
+    ):
         for name, value in exact.items():
             assert torch.equal(rounded[name], value if name.endswith("inv_freq") else value.bfloat16()), name
 

@@ -33,7 +33,9 @@ def read_box(boxes, box, sources):
 
 
 def read_flat(boxes, start, stop, sources):
-    parts = [read_box(boxes, box, sources).reshape(-1) for _, box in flat_range_boxes(boxes.shape, start, stop)]
+    parts = [
+        read_box(boxes, box, sources).reshape(-1) for _, box in flat_range_boxes(boxes.shape, start, stop)
+    ]
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
 
 
@@ -54,7 +56,9 @@ def random_step(rng, pool):
     if operation == "stack":
         several = rng.choices(same, k=rng.randint(1, 3))
         dim = rng.randint(-ndim - 1, ndim)
-        return [(torch.stack([b for b, _ in several], dim=dim), torch.stack([t for _, t in several], dim=dim))]
+        return [
+            (torch.stack([b for b, _ in several], dim=dim), torch.stack([t for _, t in several], dim=dim))
+        ]
     if operation == "squeeze":
         return [(torch.squeeze(boxes), torch.squeeze(tensor))]
     if ndim == 0:
@@ -164,10 +168,13 @@ def test_transformers_conversions_run_on_boxes(case):
         assert actual[name].shape == tensor.shape
         assert torch.equal(read_box(actual[name], whole_box(tensor.shape), sources), tensor)
         numel = tensor.numel()
-        for start, stop in [(0, numel // 3), (numel // 3, numel // 2), (numel // 2, numel), (numel - 1, numel)]:
-            assert torch.equal(
-                read_flat(actual[name], start, stop, sources), tensor.reshape(-1)[start:stop]
-            )
+        for start, stop in [
+            (0, numel // 3),
+            (numel // 3, numel // 2),
+            (numel // 2, numel),
+            (numel - 1, numel),
+        ]:
+            assert torch.equal(read_flat(actual[name], start, stop, sources), tensor.reshape(-1)[start:stop])
 
 
 @pytest.mark.parametrize(
@@ -204,7 +211,9 @@ def test_anything_else_than_moving_boxes_is_refused(call):
         call(box)
 
 
-@pytest.mark.parametrize("shape", [(), (1,), (5,), (1, 4), (4, 1), (3, 5), (2, 3, 4), (2, 1, 3), (2, 2, 2, 3), (0, 3), (3, 0)])
+@pytest.mark.parametrize(
+    "shape", [(), (1,), (5,), (1, 4), (4, 1), (3, 5), (2, 3, 4), (2, 1, 3), (2, 2, 2, 3), (0, 3), (3, 0)]
+)
 def test_flat_ranges_are_boxes_in_order(shape):
     numel = prod(shape)
     values = torch.arange(numel).view(shape)

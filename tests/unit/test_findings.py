@@ -72,9 +72,7 @@ def test_equal_findings_are_said_once_in_rank_order():
     assert merge_findings([[b, a], [a], [], [c, b]]) == [b, a, c]
 
 
-@pytest.mark.parametrize(
-    ("code", "kind"), [("C001", ConfigError), ("L101", LoadFault), ("S201", ShardFault)]
-)
+@pytest.mark.parametrize(("code", "kind"), [("C001", ConfigError), ("L101", LoadFault), ("S201", ShardFault)])
 def test_the_stage_decides_the_exception(code, kind):
     error = error_for([Finding(code, "stage", "one"), Finding("L102", "stage", "two")])
     assert type(error) is kind

@@ -125,7 +125,11 @@ def test_parts_across_the_border_of_a_real_block():
     spec = InitSpec("w", "normal", 0.0, 1.0)
     numel = initial._BLOCK + 1000
     whole = draw(spec, 0, (numel,), 0, numel)
-    for start, stop in [(initial._BLOCK - 3, initial._BLOCK + 5), (initial._BLOCK, numel), (5, initial._BLOCK + 1)]:
+    for start, stop in [
+        (initial._BLOCK - 3, initial._BLOCK + 5),
+        (initial._BLOCK, numel),
+        (5, initial._BLOCK + 1),
+    ]:
         assert torch.equal(draw(spec, 0, (numel,), start, stop), whole[start:stop])
     assert not torch.equal(whole[:1000], whole[initial._BLOCK :])
 

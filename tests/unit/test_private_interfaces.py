@@ -71,7 +71,9 @@ def test_rename_source_key():
     assert rename("model.norm.weight", renamings, converters, prefix, state) == ("model.norm.weight", None)
     # A base model's checkpoint has no prefix; the model with a head has one.
     assert rename("norm.weight", renamings, converters, prefix, state)[0] == "model.norm.weight"
-    name, pattern = rename("model.layers.0.mlp.experts.3.down_proj.weight", renamings, converters, prefix, state)
+    name, pattern = rename(
+        "model.layers.0.mlp.experts.3.down_proj.weight", renamings, converters, prefix, state
+    )
     assert name == "model.layers.0.mlp.experts.down_proj", HF_FILE
     assert pattern in [source for rule in converters for source in rule.source_patterns], HF_FILE
 
@@ -115,7 +117,8 @@ def test_ties_are_name_to_name(family, ties):
 
 
 @pytest.mark.parametrize(
-    ("family", "block"), [("llama", "LlamaDecoderLayer"), ("gpt2", "GPT2Block"), ("qwen3_moe", "Qwen3MoeDecoderLayer")]
+    ("family", "block"),
+    [("llama", "LlamaDecoderLayer"), ("gpt2", "GPT2Block"), ("qwen3_moe", "Qwen3MoeDecoderLayer")],
 )
 def test_block_classes(family, block):
     assert block in hf_private.block_classes(meta_model(family)), HF_FILE
@@ -207,17 +210,21 @@ def inspect_fsdp2():
 def test_fsdp2(num_ranks):
     replies = run_ranks(num_ranks, inspect_fsdp2)
     for reply in replies:
-        assert {owner: names for owner, names in reply["missing"].items() if names} == {}, f"moved; {TORCH_FILE}"
+        assert {owner: names for owner, names in reply["missing"].items() if names} == {}, (
+            f"moved; {TORCH_FILE}"
+        )
         assert reply["is_fsdp"] and reply["meta_before"], TORCH_FILE
         assert reply["num_params"] == 4, f"FSDP2 no longer counts a shared parameter once; {TORCH_FILE}"
         assert reply["devices"] == {"cpu"}, f"allocate_fsdp2 did not reach the modules; {TORCH_FILE}"
-        assert reply["tied"], f"_setattr_on_modules no longer reaches modules that share a parameter; {TORCH_FILE}"
+        assert reply["tied"], (
+            f"_setattr_on_modules no longer reaches modules that share a parameter; {TORCH_FILE}"
+        )
     for name, numel in {"first.weight": 20, "first.bias": 5, "second.weight": 5, "second.bias": 1}.items():
         position = 0
         for reply in replies:
             start, stop = reply["ranges"][name]
             assert stop - start == reply["numels"][name], TORCH_FILE
-            assert start == position or start == stop, f"rows are no longer dealt in rank order; {TORCH_FILE}"
+            assert start in (position, stop), f"rows are no longer dealt in rank order; {TORCH_FILE}"
             position = max(position, stop)
         assert position == numel, TORCH_FILE
 
@@ -260,7 +267,9 @@ def test_fsdp1(num_ranks):
     replies = run_ranks(num_ranks, inspect_fsdp1)
     numels = {"first.weight": 20, "first.bias": 5, "second.weight": 5, "second.bias": 1}
     for rank, reply in enumerate(replies):
-        assert {owner: names for owner, names in reply["missing"].items() if names} == {}, f"moved; {TORCH_FILE}"
+        assert {owner: names for owner, names in reply["missing"].items() if names} == {}, (
+            f"moved; {TORCH_FILE}"
+        )
         assert reply["names"] == list(numels), TORCH_FILE
         assert reply["wrong"] == [], f"the flat parameter is laid out in another way; {TORCH_FILE}"
         assert reply["shapes"] == [(5, 4), (5,), (1, 5), (1,)], TORCH_FILE
@@ -275,7 +284,9 @@ def device_types_of_the_group():
 
 
 def test_a_group_tells_its_device_types():
-    assert "cpu" in run_ranks(1, device_types_of_the_group)[0], f"torch {torch.__version__}: mend dist/collectives.py"
+    assert "cpu" in run_ranks(1, device_types_of_the_group)[0], (
+        f"torch {torch.__version__}: mend dist/collectives.py"
+    )
 
 
 def test_correct_fan():

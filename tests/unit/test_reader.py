@@ -12,12 +12,18 @@ from shardproof.errors import LoadFault
 
 
 def raw_bytes(tensor):
-    return tensor.contiguous().view(-1).view(torch.uint8) if tensor.numel() else torch.empty(0, dtype=torch.uint8)
+    return (
+        tensor.contiguous().view(-1).view(torch.uint8)
+        if tensor.numel()
+        else torch.empty(0, dtype=torch.uint8)
+    )
 
 
 def random_tensor(dtype, shape, seed=0):
     """Bytes that are valid in every dtype: small integers, converted."""
-    values = torch.randint(0, 2 if dtype == torch.bool else 50, shape, generator=torch.Generator().manual_seed(seed))
+    values = torch.randint(
+        0, 2 if dtype == torch.bool else 50, shape, generator=torch.Generator().manual_seed(seed)
+    )
     return values.to(dtype)
 
 
@@ -187,7 +193,9 @@ def test_a_damaged_file_is_refused(tmp_path, damage):
     assert "model.safetensors" in str(caught.value)
 
 
-@pytest.mark.parametrize("content", [b"", b"\x05", b"version https://git-lfs.github.com/spec/v1\n", b"\x02" + b"\0" * 7 + b"[]"])
+@pytest.mark.parametrize(
+    "content", [b"", b"\x05", b"version https://git-lfs.github.com/spec/v1\n", b"\x02" + b"\0" * 7 + b"[]"]
+)
 def test_a_file_that_is_not_safetensors_is_refused(tmp_path, content):
     (tmp_path / "model.safetensors").write_bytes(content)
     with pytest.raises(LoadFault) as caught:
@@ -229,7 +237,9 @@ def test_a_bad_index_is_refused(tmp_path, index):
     assert caught.value.code == code
 
 
-@pytest.mark.parametrize(("file", "code"), [("pytorch_model.bin", "L107"), ("weights.pth", "L107"), ("notes.txt", "L101")])
+@pytest.mark.parametrize(
+    ("file", "code"), [("pytorch_model.bin", "L107"), ("weights.pth", "L107"), ("notes.txt", "L101")]
+)
 def test_a_folder_without_safetensors_is_refused(tmp_path, file, code):
     (tmp_path / file).write_bytes(b"")
     with pytest.raises(LoadFault) as caught:

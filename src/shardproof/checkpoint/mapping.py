@@ -44,7 +44,9 @@ class CheckpointMap:
     whole: dict[str, WholeConversion] = field(default_factory=dict)
     operations: dict[str, str] = field(default_factory=dict)  # name -> conversion in words
     unexpected: list[str] = field(default_factory=list)
-    used_rules: list[WeightTransform] = field(default_factory=list)  # those that the checkpoint's names matched
+    used_rules: list[WeightTransform] = field(
+        default_factory=list
+    )  # those that the checkpoint's names matched
 
     def __contains__(self, name: str) -> bool:
         return name in self.boxes or name in self.whole
@@ -132,7 +134,8 @@ def _export_entry(
         return ExportEntry(names, _run(rule, target, lazy, model))
     except NotSliceable:
         meta = {
-            p: [torch.empty(state[n][0], dtype=state[n][1], device="meta") for n in group] for p, group in sources.items()
+            p: [torch.empty(state[n][0], dtype=state[n][1], device="meta") for n in group]
+            for p, group in sources.items()
         }
         shapes = {n: BoxTensor(t.shape, t.dtype, []) for n, t in _run(rule, target, meta, model).items()}
 

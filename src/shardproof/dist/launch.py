@@ -28,6 +28,16 @@ def init_distributed(device: str | torch.device | None = None, timeout_s: float 
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
 
 
+def resolve_device(device: str | torch.device | None) -> torch.device:
+    """The asked device with its number, or this rank's own."""
+    if device is None:
+        return default_device()
+    asked = torch.device(device)
+    if asked.type == "cuda" and asked.index is None:
+        return default_device()
+    return asked
+
+
 def default_device() -> torch.device:
     """This rank's accelerator if the machine has one, else the CPU."""
     if torch.cuda.is_available():

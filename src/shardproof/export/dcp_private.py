@@ -61,7 +61,9 @@ class FlatRange:
     def __create_write_items__(self, fqn: str, value: object) -> list[WriteItem]:
         if not self.local.numel():
             return []
-        data = TensorWriteData(self._chunk(), TensorProperties.create_from_tensor(self.local), torch.Size([self.numel]))
+        data = TensorWriteData(
+            self._chunk(), TensorProperties.create_from_tensor(self.local), torch.Size([self.numel])
+        )
         index = MetadataIndex(fqn, torch.Size([self.start]))
         return [WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=data)]
 
@@ -128,7 +130,11 @@ def read_metadata(folder: Path) -> Metadata:
         raise fail("E407", "resume", f"{folder.name}: its metadata is a {type(metadata).__name__}.")
     for info in (metadata.storage_data or {}).values():
         if Path(info.relative_path).name != info.relative_path:
-            raise fail("E407", "resume", f"{folder.name}: its metadata names the file {info.relative_path!r} outside it.")
+            raise fail(
+                "E407",
+                "resume",
+                f"{folder.name}: its metadata names the file {info.relative_path!r} outside it.",
+            )
     return metadata
 
 

@@ -41,7 +41,9 @@ class Manifest:
             state.update(f"{meta.name}\0{meta.dtype}\0{meta.shape}\0{self.digests.get(meta.name)}\n".encode())
         return state.hexdigest()
 
-    def compare(self, received: Iterable[tuple[str, torch.Tensor]], receiver: str = "the receiver") -> list[Finding]:
+    def compare(
+        self, received: Iterable[tuple[str, torch.Tensor]], receiver: str = "the receiver"
+    ) -> list[Finding]:
         """What a receiver holds that was not sent so, or does not hold."""
         wanted = {meta.name: meta for meta in self.tensors}
         findings = []

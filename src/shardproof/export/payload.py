@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -47,7 +47,8 @@ class Payload:
         state = {name: (info.shape, self.dtypes[name]) for name, info in self.infos.items()}
         if self.adapter_only:
             self.entries = [
-                ExportEntry((name,), {_adapter_name(name): BoxTensor.of_source(name, *state[name])}) for name in state
+                ExportEntry((name,), {_adapter_name(name): BoxTensor.of_source(name, *state[name])})
+                for name in state
             ]
         else:
             self.entries = map_export(policy.model, state, policy.plan.used_rules)
@@ -60,20 +61,21 @@ class Payload:
     def _belongs(self, info: TensorInfo) -> bool:
         return info.is_adapter if self.adapter_only else not info.is_adapter
 
-    def check(self, *, allow_nonfinite: bool) -> None:
-        """Raise on every rank for shards that were moved, or that hold NaN or Inf. Collective: every rank."""
-        findings = _moved(self.policy, self.shards.values())
-        if not findings and not allow_nonfinite:
-            findings = _not_finite(self.shards.values())
-        raise_together(findings)
+    def check(self) -> None:
+        """Raise on every rank if someone moved the module. Collective: every rank."""
+        raise_together(_moved(self.policy) if self.policy.offloaded is None else [])
 
     def layout(self) -> Layout:
         """Every rank's ranges, from one exchange. Collective: every rank."""
         mesh = self.policy.mesh
         names = list(self.shards)
-        mine = torch.tensor([[self.shards[name].start, self.shards[name].stop] for name in names], dtype=torch.int64)
+        mine = torch.tensor(
+            [[self.shards[name].start, self.shards[name].stop] for name in names], dtype=torch.int64
+        )
         if mesh.size() == 1:
-            return Layout({name: [(int(a), int(b))] for name, (a, b) in zip(names, mine, strict=True)}, 0, None)
+            return Layout(
+                {name: [(int(a), int(b))] for name, (a, b) in zip(names, mine, strict=True)}, 0, None
+            )
         group = mesh.get_group(mesh.ndim - 1)
         ranks = dist.get_process_group_ranks(group)
         table = gather_rows(mine.view(-1)).view(mesh.size(), len(names), 2)[ranks].tolist()
@@ -95,8 +97,9 @@ class Payload:
             values = _merged(shard, values, delta, adapters[delta.a], adapters[delta.b])
         return values.to(self.dtypes[name])
 
-
-    def held(self, name: str, adapters: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, int, tuple[int, ...]]:
+    def held(
+        self, name: str, adapters: Mapping[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, int, tuple[int, ...]]:
         """(this rank's values, their first flat position, the whole shape) of a parameter or buffer."""
         info = self.infos[name]
         if info.is_buffer:
@@ -134,45 +137,45 @@ def _export_dtype(info: TensorInfo, plan: ShardPlan, dtype: torch.dtype | str | 
     return dtype
 
 
-def _moved(policy: ShardedModel, shards: object) -> list[Finding]:
-    """Shards that are not on the device they were put on: someone called module.to(...)."""
-    expected = policy.settings.storage_device if policy.offloaded is None else torch.device("cpu")
-    for shard in shards:  # type: ignore[attr-defined]
-        if shard.flat.device.type != expected.type:
+def _moved(policy: ShardedModel) -> list[Finding]:
+    """Parameters that are not on the device they were put on.
+
+    After `module.to("cuda")` under CPUOffloadPolicy the parameter says cuda while its shard is on the CPU.
+    """
+    expected = policy.settings.storage_device
+    for name, param in policy.named_parameters():
+        if param.device.type != expected.type:
             message = (
-                f"{shard.name!r} is on {shard.flat.device}, it was loaded to {expected}; module.to(...) moved it, and "
-                "FSDP's own bookkeeping did not follow."
+                f"{name!r} is on {param.device}, it was loaded to {expected}; module.to(...) moved it, and FSDP's own "
+                "bookkeeping did not follow."
             )
-            return [Finding("E401", "export", message, rank=dist.get_rank(), tensor=shard.name)]
+            return [Finding("E401", "export", message, rank=dist.get_rank(), tensor=name)]
     return []
 
 
-def _not_finite(shards: object) -> list[Finding]:
-    real = [s for s in shards if s.flat.is_floating_point() and s.flat.numel()]  # type: ignore[attr-defined]
+def first_not_finite(values: Mapping[str, torch.Tensor]) -> str | None:
+    """The name of the first tensor with a NaN or Inf. One sum each, and one wait for all of them."""
+    real = {name: value for name, value in values.items() if value.is_floating_point() and value.numel()}
     if not real:
-        return []
-    sums = torch.stack([shard.flat.sum().float() for shard in real])
-    if bool(torch.isfinite(sums).all()):
-        return []
-    for shard in real:
-        bad = int((~torch.isfinite(shard.flat)).sum())
-        if bad:
-            message = f"{shard.name!r} holds {bad} elements that are not finite."
-            return [Finding("E402", "export", message, rank=dist.get_rank(), tensor=shard.name)]
-    return []
+        return None
+    if bool(torch.isfinite(torch.stack([value.sum().float() for value in real.values()])).all()):
+        return None
+    # A sum can overflow where no element does.
+    return next((name for name, value in real.items() if not bool(torch.isfinite(value).all())), None)
 
 
 def gather(
-    names: Sequence[str], layout: Layout, sizes: Mapping[str, int], values: Callable[[str], torch.Tensor]
+    values: dict[str, torch.Tensor], layout: Layout, sizes: Mapping[str, int]
 ) -> dict[str, torch.Tensor]:
-    """Whole tensors, flat, from every rank's `values(name)`, through one all-gather.
+    """Whole tensors, flat, from every rank's `values`, which are used up, through one all-gather.
 
     Memory: the gathered bytes twice, once as they arrive and once in order.
     Collective: the shard axis.
     """
     if layout.group is None:
-        return {name: values(name) for name in names}
-    parts = [values(name).contiguous() for name in names]
+        return values
+    names = list(values)
+    parts = [values.pop(name).contiguous() for name in names]
     dtypes = [part.dtype for part in parts]
     offsets, longest = _pack_offsets(names, layout, dtypes)
     packed = parts[0].new_zeros(longest, dtype=torch.uint8)

@@ -49,7 +49,10 @@ def save_pretrained(
         target.mkdir(parents=True, exist_ok=True)
     writers = {file: index % dist.get_world_size() for index, file in enumerate(files)}
     problem: OSError | None = None
-    with _Files(target, files, [f for f, rank in writers.items() if rank == dist.get_rank()]) as output, stream:
+    with (
+        _Files(target, files, [f for f, rank in writers.items() if rank == dist.get_rank()]) as output,
+        stream,
+    ):
         for name, tensor in stream:
             # A rank that cannot write still takes part in the gathers; the error is shared afterwards.
             try:
@@ -151,4 +154,3 @@ def _write_description(
         for path in sorted(source.iterdir()):
             if path.suffix in _COPIED_SUFFIXES and path.name not in _NOT_COPIED and path.is_file():
                 shutil.copyfile(path, folder / path.name)
-

@@ -107,12 +107,20 @@ def restore(
         for name, param in policy.named_parameters():
             for key, value in state["scalars"].get(name, {}).items():
                 if optimizer.state.get(param):
-                    optimizer.state[param][key] = torch.tensor(value)
+                    optimizer.state[param][key] = torch.tensor(value, device=_scalar_device(optimizer, param))
     if scheduler is not None and state["scheduler"] is not None:
         scheduler.load_state_dict({**scheduler.state_dict(), **state["scheduler"]})
     if state["world_size"] == dist.get_world_size():
         _set_random_state(state["rng"][dist.get_rank()], policy.device)
     return state["extra"]
+
+
+def _scalar_device(optimizer: torch.optim.Optimizer, param: torch.Tensor) -> torch.device:
+    """Fused and capturable optimizers keep their step beside the parameter, the others on the host."""
+    group = next(group for group in optimizer.param_groups if any(p is param for p in group["params"]))
+    beside = group.get("fused") or group.get("capturable")
+    local = param.to_local() if isinstance(param, DTensor) else param
+    return local.device if beside else torch.device("cpu")
 
 
 def _scalars(policy: ShardedModel, optimizer: torch.optim.Optimizer | None) -> dict[str, dict[str, float]]:
@@ -158,4 +166,6 @@ def _set_random_state(state: dict[str, Any], device: torch.device) -> None:
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers), gauss))
     if device.type == "cuda" and "cuda" in state:
-        torch.cuda.set_rng_state(torch.frombuffer(bytearray.fromhex(state["cuda"]), dtype=torch.uint8), device)
+        torch.cuda.set_rng_state(
+            torch.frombuffer(bytearray.fromhex(state["cuda"]), dtype=torch.uint8), device
+        )

@@ -23,8 +23,8 @@ from shardproof.dist.collectives import exchange, together
 from shardproof.dist.deadline import deadline, mesh_groups
 from shardproof.errors import fail
 from shardproof.export.manifest import ExportReceipt, TensorMeta
-from shardproof.export.payload import Layout
-from shardproof.export.stream import WeightStream
+from shardproof.export.payload import Layout, first_not_finite
+from shardproof.export.stream import WeightStream, agree_to_go_on
 from shardproof.shard.sharded_model import ShardedModel
 
 _ALIGNMENT = 64
@@ -41,7 +41,12 @@ class SharedAddress:
     version: int
 
     def to_json(self) -> dict[str, Any]:
-        return {"path": self.path, "num_bytes": self.num_bytes, "tensors": self.tensors, "version": self.version}
+        return {
+            "path": self.path,
+            "num_bytes": self.num_bytes,
+            "tensors": self.tensors,
+            "version": self.version,
+        }
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> SharedAddress:
@@ -76,7 +81,9 @@ class SharedWeights:
         self.digests = digests
         self.deadline_s = deadline_s
         # The stream plans names and buckets, and gathers what cannot be written slice by slice.
-        self._stream = WeightStream(policy, dtype, merge_lora=merge_lora, digests=digests, deadline_s=deadline_s)
+        self._stream = WeightStream(
+            policy, dtype, merge_lora=merge_lora, digests=digests, deadline_s=deadline_s
+        )
         offsets, size = [], 0
         for meta in self._stream.metadata():
             offsets.append(size)
@@ -96,7 +103,9 @@ class SharedWeights:
                 available = _available_bytes()
                 if available is not None and available < self._size:
                     message = f"the payload needs {self._size} bytes of memory, {available} are available."
-                    raise fail("E408", "export", message, rank=0, fix="export a smaller dtype, or free memory")
+                    raise fail(
+                        "E408", "export", message, rank=0, fix="export a smaller dtype, or free memory"
+                    )
                 self._descriptor = os.memfd_create(f"shardproof-{secrets.token_hex(8)}", os.MFD_CLOEXEC)
                 os.fchmod(self._descriptor, 0o600)
                 os.ftruncate(self._descriptor, self._size)
@@ -119,18 +128,24 @@ class SharedWeights:
         started = time.perf_counter()
         payload = self._stream.payload
         metas = self._stream.metadata()
-        views = {m.name: _view(self._memory, m.dtype, m.shape, o) for m, o in zip(metas, self._offsets, strict=True)}
+        views = {
+            m.name: _view(self._memory, m.dtype, m.shape, o)
+            for m, o in zip(metas, self._offsets, strict=True)
+        }
         with deadline("export", "E406", self.deadline_s, mesh_groups(self.policy.mesh)):
             payload.refresh()
-            payload.check(allow_nonfinite=self._stream.allow_nonfinite)
+            payload.check()
             layout = payload.layout()
             # Replicas hold the same bytes; the first writes them.
             writes = self.policy.mesh.ndim == 1 or self.policy.mesh.get_local_rank(0) == 0
+            bad: str | None = None
             for bucket in self._stream.buckets():
-                adapters = self._stream.gather_adapters([n for entry in bucket for n in entry.sources], layout)
+                adapters = self._stream.gather_adapters(
+                    [n for entry in bucket for n in entry.sources], layout
+                )
                 for entry in bucket:
-                    self._write_entry(entry, layout, adapters, views, writes)
-            exchange(None)  # every rank has written
+                    bad = self._write_entry(entry, layout, adapters, views, writes) or bad
+            agree_to_go_on(bad=bad)  # and every rank has written
             digests = self._digest(metas, views) if self.digests else {}
         self.receipt = self._stream.make_receipt(digests, time.perf_counter() - started)
         return self.receipt
@@ -142,22 +157,26 @@ class SharedWeights:
         adapters: Mapping[str, torch.Tensor],
         views: Mapping[str, torch.Tensor],
         writes: bool,
-    ) -> None:
+    ) -> str | None:
+        """Write what this rank holds of an entry; returns the name of a tensor that is not finite."""
         payload = self._stream.payload
         if entry.whole is not None:
             for name, tensor in self._stream.gather_bucket([entry], layout):
                 if dist.get_rank() == 0:
                     views[name].copy_(tensor)
-            return
+            return None
         if not writes:
-            return
+            return None
+        bad = None
         for source in entry.sources:
             values, start, shape = payload.held(source, adapters)
+            bad = first_not_finite({source: values}) or bad
             boxes = list(flat_range_boxes(shape, start, start + values.numel()))
             for name, account in entry.boxes.items():
                 for piece in account.pieces:
                     if piece.source == source:
                         _place(piece, boxes, values, start, views[name])
+        return bad
 
     def _digest(self, metas: list[TensorMeta], views: Mapping[str, torch.Tensor]) -> dict[str, int]:
         """Digests of what lies in the memory, each taken by one rank. Collective: every rank."""
@@ -175,7 +194,9 @@ class SharedWeights:
             self._descriptor = None
 
 
-def _place(piece: Piece, boxes: list[tuple[int, Box]], values: torch.Tensor, start: int, target: torch.Tensor) -> None:
+def _place(
+    piece: Piece, boxes: list[tuple[int, Box]], values: torch.Tensor, start: int, target: torch.Tensor
+) -> None:
     """Copy the part of a checkpoint tensor's piece that lies in this rank's boxes of the model tensor."""
     out_dim = {source_dim: dim for dim, source_dim in enumerate(piece.dims) if source_dim >= 0}
     for offset, box in boxes:
@@ -211,4 +232,3 @@ def _available_bytes() -> int | None:
     except OSError:
         pass
     return None
-

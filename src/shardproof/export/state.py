@@ -153,7 +153,10 @@ def _group_of(policy: ShardedModel) -> dist.ProcessGroup:
 
 
 def _staged(ranges: dict[str, FlatRange]) -> dict[str, FlatRange]:
-    return {name: FlatRange(item.local.detach().to("cpu", copy=True), item.start, item.numel) for name, item in ranges.items()}
+    return {
+        name: FlatRange(item.local.detach().to("cpu", copy=True), item.start, item.numel)
+        for name, item in ranges.items()
+    }
 
 
 def _without_replicas(policy: ShardedModel, ranges: dict[str, FlatRange]) -> dict[str, FlatRange]:
@@ -166,7 +169,9 @@ def _without_replicas(policy: ShardedModel, ranges: dict[str, FlatRange]) -> dic
     return {name: item.empty() if name in whole else item for name, item in ranges.items()}
 
 
-def _write(partial: Path, ranges: dict[str, FlatRange], state: dict[str, Any], group: dist.ProcessGroup) -> None:
+def _write(
+    partial: Path, ranges: dict[str, FlatRange], state: dict[str, Any], group: dist.ProcessGroup
+) -> None:
     """Write the tensors through DCP and the rest as JSON. Collective: every rank, on the checkpoint group."""
     dcp.save(ranges, storage_writer=make_writer(partial), planner=FlatSavePlanner(), process_group=group)
     if dist.get_rank() == 0:
@@ -242,7 +247,9 @@ def resume(
         metadata = read_metadata(chosen)
         _check_files(chosen, metadata)
     if len(set(exchange(chosen.name))) > 1:
-        raise fail("E407", "resume", f"ranks see different checkpoints: {sorted(set(exchange(chosen.name)))}.")
+        raise fail(
+            "E407", "resume", f"ranks see different checkpoints: {sorted(set(exchange(chosen.name)))}."
+        )
     ranges = model_ranges(policy)
     if optimizer is not None and state["groups"] is not None:
         saved = {
@@ -252,7 +259,12 @@ def resume(
         }
         ranges |= allocate_optimizer(policy, optimizer, saved)
     with torch.no_grad():
-        dcp.load(ranges, storage_reader=SafeReader(chosen), planner=FlatLoadPlanner(), process_group=_group_of(policy))
+        dcp.load(
+            ranges,
+            storage_reader=SafeReader(chosen),
+            planner=FlatLoadPlanner(),
+            process_group=_group_of(policy),
+        )
     return restore(policy, optimizer, scheduler, state)
 
 
@@ -267,7 +279,9 @@ def find_checkpoint(folder: Path, which: str) -> Path:
         return found[-1]
     named = [path for path in found if path.name == which]
     if not named:
-        raise fail("E407", "resume", f"{folder} has no {which!r}; it has {', '.join(path.name for path in found)}.")
+        raise fail(
+            "E407", "resume", f"{folder} has no {which!r}; it has {', '.join(path.name for path in found)}."
+        )
     return named[0]
 
 

@@ -16,7 +16,7 @@ from shardproof.dist.collectives import exchange, gather_rows
 from shardproof.dist.deadline import deadline, mesh_groups
 from shardproof.errors import fail
 from shardproof.export.manifest import ExportReceipt, Manifest, TensorMeta
-from shardproof.export.payload import Layout, Payload, check_entries, gather
+from shardproof.export.payload import Layout, Payload, check_entries, first_not_finite, gather
 from shardproof.findings import Finding
 from shardproof.shard.sharded_model import ShardedModel
 
@@ -87,7 +87,7 @@ class WeightStream:
         digests: dict[str, int] = {}
         started = time.perf_counter()
         with self._deadline():
-            payload.check(allow_nonfinite=self.allow_nonfinite)
+            payload.check()
             layout = payload.layout()
         seconds += time.perf_counter() - started
         count = 0
@@ -95,7 +95,6 @@ class WeightStream:
             for bucket in self.buckets():
                 started = time.perf_counter()
                 with self._deadline():
-                    _agree_to_go_on(stopped=False)
                     tensors = self.gather_bucket(bucket, layout)
                 seconds += time.perf_counter() - started
                 while tensors:
@@ -108,11 +107,11 @@ class WeightStream:
                     yield name, tensor
         except GeneratorExit:
             with self._deadline():
-                _agree_to_go_on(stopped=True)
+                agree_to_go_on(stopped=True)
             raise
         started = time.perf_counter()
         with self._deadline():
-            _agree_to_go_on(stopped=False)
+            agree_to_go_on()
             everyone = exchange(digests) if self.digests else []
         for row in everyone:
             digests.update(row)
@@ -144,13 +143,14 @@ class WeightStream:
         names = [name for entry in bucket for name in entry.sources]
         sharded = [name for name in names if not payload.infos[name].is_buffer]
         adapters = self.gather_adapters(sharded, layout)
-        flat = gather(
-            sharded,
-            Layout({name: layout.ranges[payload.infos[name].name] for name in sharded}, layout.rank, layout.group),
-            {name: payload.infos[name].numel for name in sharded},
-            lambda name: payload.local_values(name, adapters),
-        )
-        flat |= {n: payload.buffers[payload.infos[n].name].reshape(-1) for n in names if payload.infos[n].is_buffer}
+        values = {name: payload.local_values(name, adapters) for name in sharded}
+        agree_to_go_on(bad=None if self.allow_nonfinite else first_not_finite(values))
+        ranges = {name: layout.ranges[payload.infos[name].name] for name in sharded}
+        sizes = {name: payload.infos[name].numel for name in sharded}
+        flat = gather(values, Layout(ranges, layout.rank, layout.group), sizes)
+        flat |= {
+            n: payload.buffers[payload.infos[n].name].reshape(-1) for n in names if payload.infos[n].is_buffer
+        }
         whole = {name: flat.pop(name).view(payload.infos[name].shape) for name in names}
         tensors: list[tuple[str, torch.Tensor]] = []
         for entry in bucket:
@@ -167,11 +167,9 @@ class WeightStream:
             return {}
         infos = {info.name: info for info in self.policy.inventory.parameters}
         part = Layout({name: layout.ranges[name] for name in needed}, layout.rank, layout.group)
-        flats = gather(needed, part, {n: infos[n].numel for n in needed}, self._adapter_values)
+        values = {name: self.payload.shards[name].flat.to(self.policy.device) for name in needed}
+        flats = gather(values, part, {name: infos[name].numel for name in needed})
         return {name: flats[name].view(infos[name].shape) for name in needed}
-
-    def _adapter_values(self, name: str) -> torch.Tensor:
-        return self.payload.shards[name].flat.to(self.policy.device)
 
     def make_receipt(self, digests: dict[str, int], seconds: float) -> ExportReceipt:
         tensors = tuple(self.metadata())
@@ -193,11 +191,18 @@ def _group_size(layout: Layout) -> int:
     return 1 if layout.group is None else dist.get_world_size(layout.group)
 
 
-def _agree_to_go_on(*, stopped: bool) -> None:
-    """Raise if another rank's consumer has stopped. Collective: every rank, once a bucket."""
-    flags = gather_rows(torch.tensor([int(stopped)])).flatten().tolist()
-    if any(flags) and not stopped:
-        rank = flags.index(1)
+def agree_to_go_on(*, stopped: bool = False, bad: str | None = None) -> None:
+    """Raise if some rank's consumer has stopped, or some rank holds a tensor that is not finite.
+
+    Collective: every rank, once a bucket and once at the end.
+    """
+    flags = gather_rows(torch.tensor([int(stopped), int(bad is not None)])).tolist()
+    if any(flag[1] for flag in flags):
+        names = exchange(bad)
+        rank = next(rank for rank, name in enumerate(names) if name is not None)
+        raise fail("E402", "export", f"{names[rank]!r} holds NaN or Inf.", rank=rank, tensor=names[rank])
+    if any(flag[0] for flag in flags) and not stopped:
+        rank = next(rank for rank, flag in enumerate(flags) if flag[0])
         raise fail("E403", "export", "its consumer stopped before the end of the stream.", rank=rank)
 
 

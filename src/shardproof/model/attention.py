@@ -48,7 +48,9 @@ def packed_attention(
     Collective: the sequence-parallel group, when the packing has one.
     """
     if packing is None:
-        raise fail("T303", "attention", f"{type(module).__name__} does not hand its keywords on to attention.")
+        raise fail(
+            "T303", "attention", f"{type(module).__name__} does not hand its keywords on to attention."
+        )
     _refuse_unknown(module, attention_mask, is_causal, dropout, others)
     exchange = packing.exchange
     if exchange is not None:
@@ -71,7 +73,11 @@ AttentionInterface.register(PACKED, packed_attention)
 
 
 def _refuse_unknown(
-    module: nn.Module, mask: torch.Tensor | None, is_causal: bool | None, dropout: float, others: dict[str, Any]
+    module: nn.Module,
+    mask: torch.Tensor | None,
+    is_causal: bool | None,
+    dropout: float,
+    others: dict[str, Any],
 ) -> None:
     unknown = [name for name, value in others.items() if value is not None and name not in _WITHOUT_EFFECT]
     if mask is not None:
@@ -81,7 +87,9 @@ def _refuse_unknown(
     if dropout:
         unknown.append(f"dropout={dropout}")
     if unknown:
-        message = f"{type(module).__name__} asks for {', '.join(unknown)}, which packed attention does not have."
+        message = (
+            f"{type(module).__name__} asks for {', '.join(unknown)}, which packed attention does not have."
+        )
         raise fail("T303", "attention", message)
 
 
@@ -90,7 +98,9 @@ def _repeat_heads(states: torch.Tensor, num_heads: int) -> torch.Tensor:
     return states if repeats == 1 else states.repeat_interleave(repeats, dim=1)
 
 
-def _by_sequence(attend: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packing: Packing, *args: Any):
+def _by_sequence(
+    attend: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packing: Packing, *args: Any
+):
     """`attend` on each sequence alone: nothing of size tokens x tokens exists beyond the longest sequence."""
     parts = [attend(query[:, :, a:b], key[:, :, a:b], value[:, :, a:b], *args) for a, b in packing.spans()]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
@@ -124,7 +134,9 @@ def _plain(
 ) -> torch.Tensor:
     """Attention spelled out: soft caps bound the scores, sinks take probability and give no value."""
     key, value = _repeat_heads(key, query.shape[1]), _repeat_heads(value, query.shape[1])
-    scores = (query @ key.transpose(2, 3)).float() * (scaling if scaling is not None else query.shape[-1] ** -0.5)
+    scores = (query @ key.transpose(2, 3)).float() * (
+        scaling if scaling is not None else query.shape[-1] ** -0.5
+    )
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     scores = scores.masked_fill(~_visible(query.shape[2], window, query.device), float("-inf"))
@@ -164,7 +176,9 @@ def _flash(
         if "enable_gqa" not in inspect.signature(varlen_attn).parameters:
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
             grouped = {}
-        out = varlen_attn(q, k, v, borders, borders, longest, longest, scale=scaling, window_size=window_size, **grouped)
+        out = varlen_attn(
+            q, k, v, borders, borders, longest, longest, scale=scaling, window_size=window_size, **grouped
+        )
     return out.transpose(0, 1).unsqueeze(0)  # type: ignore[union-attr]
 
 

@@ -59,7 +59,7 @@ def _run_over_poison(model: PreTrainedModel, poison: int) -> dict[str, torch.Ten
     with hf_private.quiet_initialisation():
         for module_name, module in owners.items():
             hf_private.run_init_weights(model, module_name, module)
-    return _computed_values(model)
+    return computed_values(model)
 
 
 def _poisoned(like: torch.Tensor, poison: int) -> torch.Tensor:
@@ -88,7 +88,7 @@ def _built_buffers(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """The buffers of the same model built with real buffers and meta parameters: always right, and slow."""
     with _parameters_on_meta(), hf_private.no_init_weights(), _marked_memory():
         fresh = type(model)(model.config)
-    return _computed_values(fresh)
+    return computed_values(fresh)
 
 
 @contextmanager
@@ -125,8 +125,9 @@ def fresh_buffers(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     with torch.device("meta"), hf_private.no_init_weights():
         skeleton = type(model)(model.config)
     compute_buffers(skeleton)
-    return _computed_values(skeleton)
+    return computed_values(skeleton)
 
 
-def _computed_values(model: nn.Module) -> dict[str, torch.Tensor]:
+def computed_values(model: nn.Module) -> dict[str, torch.Tensor]:
+    """{name: non-persistent buffer}."""
     return {f"{m}.{leaf}".lstrip("."): module.get_buffer(leaf) for m, module, leaf in computed_buffers(model)}

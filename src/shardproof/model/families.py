@@ -13,7 +13,14 @@ _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk"
 _MAX_POSITIONS = ("max_position_embeddings", "n_positions", "max_sequence_length")
 # Layer types that mix tokens by other means than attention: packed sequences would flow into each other.
 _STATE_SPACE = {"mamba", "linear_attention", "conv", "recurrent", "hybrid", "mlstm", "rwkv", "linear"}
-_STATE_SPACE_FIELDS = ("mamba_d_state", "ssm_state_size", "mamba_expand", "state_size", "conv_L_cache", "lru_width")
+_STATE_SPACE_FIELDS = (
+    "mamba_d_state",
+    "ssm_state_size",
+    "mamba_expand",
+    "state_size",
+    "conv_L_cache",
+    "lru_width",
+)
 # Rotary embeddings that forward recomputes from the largest position it meets.
 MOVING_ROPE = {"dynamic", "longrope"}
 
@@ -72,7 +79,9 @@ def check_sequence_parallel(config: PretrainedConfig, size: int, shard_size: int
         return
     stage = "settings"
     if size < 1 or shard_size % size:
-        raise fail("C001", stage, f"sequence_parallel={size} does not divide the shard axis of {shard_size} ranks.")
+        raise fail(
+            "C001", stage, f"sequence_parallel={size} does not divide the shard axis of {shard_size} ranks."
+        )
     heads = num_attention_heads(config)
     if not heads or heads % size:
         raise fail("C001", stage, f"sequence_parallel={size} does not divide the {heads} attention heads.")

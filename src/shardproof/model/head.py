@@ -61,7 +61,11 @@ def token_logprobs(
 
 
 def _logits(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, temperature: float, facts: HeadFacts
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    temperature: float,
+    facts: HeadFacts,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(logits / temperature, d logits / d head output) of a chunk; the derivative is None where it is constant."""
     z = nn.functional.linear(hidden, weight, bias).float()

@@ -23,7 +23,14 @@ from transformers.core_model_loading import (
 )
 from transformers.initialization import no_init_weights
 
-__all__ = ["WeightConverter", "WeightRenaming", "WeightTransform", "dot_natural_key", "no_init_weights", "rename_source_key"]
+__all__ = [
+    "WeightConverter",
+    "WeightRenaming",
+    "WeightTransform",
+    "dot_natural_key",
+    "no_init_weights",
+    "rename_source_key",
+]
 
 
 def conversion_rules(model: PreTrainedModel) -> tuple[list[WeightRenaming], list[WeightConverter]]:

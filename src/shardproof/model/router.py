@@ -48,7 +48,11 @@ class _RouteRecorder(TorchFunctionMode):
         self.chosen = chosen
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         if func not in (torch.topk, torch.Tensor.topk):

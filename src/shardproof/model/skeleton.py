@@ -13,7 +13,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from shardproof.errors import fail
 from shardproof.model import hf_private
-from shardproof.model.buffers import compute_buffers
+from shardproof.model.buffers import compute_buffers, computed_values
 from shardproof.model.lora import inject_lora
 from shardproof.model.roles import CRITIC, REFERENCE, attach_value_head
 from shardproof.model.router import replay_routing
@@ -26,6 +26,7 @@ class Skeleton:
     model: PreTrainedModel
     role: str
     buffer_writers: dict[str, str]  # {buffer name: who computed it}
+    computed_buffers: dict[str, torch.Tensor]  # {buffer name in the model without adapters: its value}
     has_lora: bool
 
 
@@ -54,6 +55,7 @@ def build_skeleton(
         attach_value_head(model)
     model.tie_weights()
     writers = compute_buffers(model)
+    computed = computed_values(model)
     if lora is not None:
         inject_lora(model, lora)
         writers = {_with_base_layer(model, name): writer for name, writer in writers.items()}
@@ -63,7 +65,7 @@ def build_skeleton(
         model.eval()
     else:
         model.train()
-    return Skeleton(model, role, writers, lora is not None)
+    return Skeleton(model, role, writers, computed, lora is not None)
 
 
 def checkpoint_blocks(model: PreTrainedModel, every: int) -> None:

@@ -53,14 +53,17 @@ def attest(target: ShardedModel | nn.Module, optimizer: torch.optim.Optimizer | 
     """
     init_distributed()
     module = target.module if isinstance(target, ShardedModel) else target
+    loaded = isinstance(target, ShardedModel)
     reshard(module)
     rank = dist.get_rank()
     held = held_tensors(module)
     checks: list[Callable[[], list[Finding]]] = [
         lambda: check_meta(held, rank),
-        lambda: check_values(held, rank, written=isinstance(target, ShardedModel)),
+        lambda: check_values(held, rank, written=loaded),
         lambda: check_ties(module, rank),
-        lambda: check_fresh_buffers(module, rank),
+        lambda: check_fresh_buffers(
+            module, rank, target.computed_buffers if isinstance(target, ShardedModel) else None
+        ),
         lambda: check_optimizer(module, optimizer, rank),
     ]
     findings: list[Finding] = []
@@ -206,15 +209,20 @@ def _outermost_models(module: nn.Module) -> list[PreTrainedModel]:
     return [model for child in module.children() for model in _outermost_models(child)]
 
 
-def check_fresh_buffers(module: nn.Module, rank: int) -> list[Finding]:
-    """Computed buffers that differ from what their module computes from its config: ranks can agree and be wrong."""
+def check_fresh_buffers(
+    module: nn.Module, rank: int, known: Mapping[str, torch.Tensor] | None = None
+) -> list[Finding]:
+    """Computed buffers that differ from what their module computes from its config: ranks can agree and be wrong.
+
+    `known` is what was computed when the model was loaded; without it, a meta copy of the model computes it now.
+    """
     findings = []
     for model in _outermost_models(module):
         volatile = _volatile_buffers(model)
         actual = dict(model.named_buffers(remove_duplicate=False))
         if not actual:
             continue
-        expected = fresh_buffers(model)
+        expected = fresh_buffers(model) if known is None else known
         for name, buffer in actual.items():
             fresh = expected.get(base_name(clean_name(name)))
             if fresh is None or name in volatile or buffer.is_meta:

@@ -14,10 +14,11 @@ from shardproof.shard.torch_private import clean_name
 
 def local_shards(policy: ShardedModel) -> list[LocalShard]:
     """This rank's shards of every parameter, in the inventory's order, from host memory while offloaded."""
+    if policy.offloaded is not None:
+        return policy.offloaded.shards
     shards = fsdp1_shards(policy.module) if policy.strategy == FSDP1 else fsdp2_shards(policy.module)
     by_name = {shard.name: shard for shard in shards}
-    ordered = [by_name[info.name] for info in policy.inventory.parameters]
-    return [policy.offloaded.shard(shard) for shard in ordered] if policy.offloaded is not None else ordered
+    return [by_name[info.name] for info in policy.inventory.parameters]
 
 
 def persistent_buffers(policy: ShardedModel) -> dict[str, torch.Tensor]:

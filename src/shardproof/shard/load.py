@@ -19,7 +19,7 @@ from tqdm import tqdm
 from shardproof.checkpoint.reader import Checkpoint, SliceSource
 from shardproof.checkpoint.source import RandomInit, ResolvedSource
 from shardproof.dist.collectives import raise_together, together
-from shardproof.dist.launch import default_device, init_distributed
+from shardproof.dist.launch import init_distributed, resolve_device
 from shardproof.dist.sequence import make_sequence_group
 from shardproof.errors import error_for
 from shardproof.model.families import check_sequence_parallel
@@ -72,7 +72,7 @@ def load(
     options = LoadOptions(
         role=role,
         strategy=strategy,
-        device=torch.device(device) if device is not None else default_device(),
+        device=resolve_device(device),
         param_dtype=param_dtype,
         compute_dtype=compute_dtype,
         reduce_dtype=reduce_dtype,
@@ -122,6 +122,7 @@ def _load(
         plan=plan,
         inventory=inventory,
         provenance=ledger.writers,
+        computed_buffers=skeleton.computed_buffers,
         receipt=_receipt(ledger, shards, bytes_read, memory.rise, servers),
         source=resolved.label,
         folder=resolved.folder,

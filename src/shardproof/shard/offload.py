@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -29,16 +29,20 @@ class HostCopy:
     Tensors, views and FSDP's bookkeeping keep pointing at the same storages, so nothing has to be told.
     """
 
-    def __init__(self, storages: Iterable[torch.UntypedStorage]):
+    def __init__(self, storages: Iterable[torch.UntypedStorage], shards: Sequence[LocalShard]):
         self._copies: dict[int, tuple[torch.UntypedStorage, torch.Tensor]] = {}
         for storage in storages:
             if storage.nbytes():
                 device = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-                host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=storage.device.type == "cuda")
+                host = torch.empty(
+                    storage.nbytes(), dtype=torch.uint8, pin_memory=storage.device.type == "cuda"
+                )
                 host.copy_(device, non_blocking=True)
                 self._copies[storage._cdata] = (storage, host)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
+        # A tensor without storage cannot be sliced, so where the shards lie is noted before.
+        self.shards = [self._moved(shard) for shard in shards]
         for storage, _ in self._copies.values():
             storage.resize_(0)
 
@@ -46,8 +50,7 @@ class HostCopy:
     def num_bytes(self) -> int:
         return sum(host.numel() for _, host in self._copies.values())
 
-    def shard(self, shard: LocalShard) -> LocalShard:
-        """The shard as it lies in host memory."""
+    def _moved(self, shard: LocalShard) -> LocalShard:
         copy = self._copies.get(shard.flat.untyped_storage()._cdata)
         if copy is None:
             return shard
@@ -58,21 +61,27 @@ class HostCopy:
         """Fill the storages again."""
         for storage, host in self._copies.values():
             storage.resize_(host.numel())
-            torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).copy_(host, non_blocking=True)
+            torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).copy_(
+                host, non_blocking=True
+            )
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         self._copies = {}
 
 
-def offload(policy: ShardedModel, optimizer: torch.optim.Optimizer | None = None) -> OffloadReceipt:
+def offload(
+    policy: ShardedModel, shards: Sequence[LocalShard], optimizer: torch.optim.Optimizer | None = None
+) -> OffloadReceipt:
     """Move parameters and optimizer state to pinned host memory; the policy cannot run until `onload`."""
     if policy.offloaded is not None:
         return OffloadReceipt(0, "already offloaded")
     if policy.settings.cpu_offload:
-        return OffloadReceipt(0, "cpu_offload=True: parameters are in host memory already, and FSDP places them")
+        return OffloadReceipt(
+            0, "cpu_offload=True: parameters are in host memory already, and FSDP places them"
+        )
     if policy.device.type == "cpu":
         return OffloadReceipt(0, "the policy lives on the CPU: there is no device memory to give back")
-    policy.offloaded = HostCopy(_storages(policy, optimizer))
+    policy.offloaded = HostCopy(_storages(policy, optimizer), shards)
     torch.cuda.empty_cache()
     return OffloadReceipt(policy.offloaded.num_bytes, "moved to pinned host memory")
 
@@ -87,7 +96,9 @@ def onload(policy: ShardedModel) -> OffloadReceipt:
     return OffloadReceipt(num_bytes, "moved back to the device")
 
 
-def _storages(policy: ShardedModel, optimizer: torch.optim.Optimizer | None) -> Iterator[torch.UntypedStorage]:
+def _storages(
+    policy: ShardedModel, optimizer: torch.optim.Optimizer | None
+) -> Iterator[torch.UntypedStorage]:
     seen: set[int] = set()
     for tensor in _tensors(policy, optimizer):
         storage = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()

@@ -57,6 +57,9 @@ class ShardedModel:
     inventory: Inventory
     provenance: Mapping[str, Writer]
     receipt: LoadReceipt
+    computed_buffers: Mapping[
+        str, torch.Tensor
+    ]  # what modules computed from the config, before anything was placed
     source: str
     folder: Path | None = None  # where the source's files lie on this node
     has_lora: bool = False
@@ -101,7 +104,9 @@ class ShardedModel:
 
     def offload(self, optimizer: torch.optim.Optimizer | None = None) -> OffloadReceipt:
         """Move parameters and optimizer state to pinned host memory until `onload`; says what moved, or why not."""
-        return offload(self, optimizer)
+        from shardproof.shard.holdings import local_shards  # it needs this class
+
+        return offload(self, local_shards(self) if self.offloaded is None else [], optimizer)
 
     def onload(self) -> OffloadReceipt:
         """Bring what `offload` moved back to the device, bit for bit."""

@@ -25,7 +25,9 @@ class Batch:
         self.sequences = [list(map(int, sequence)) for sequence in sequences]
         for index, sequence in enumerate(self.sequences):
             if len(sequence) < 2:
-                raise fail("C004", "batch", f"sequence {index} has {len(sequence)} tokens; a prediction needs two.")
+                raise fail(
+                    "C004", "batch", f"sequence {index} has {len(sequence)} tokens; a prediction needs two."
+                )
         self.columns: dict[str, TokenColumn] = {
             name: self._token_column(name, values) for name, values in columns.items() if values is not None
         }
@@ -144,7 +146,10 @@ def weigh(batch: Batch, how: str = "token_mean", *, constant: float | None = Non
     if how == "token_mean":
         weights = [mask / max(num_tokens, 1.0) for mask in masks]
     elif how == "sequence_mean":
-        weights = [mask / max(count, 1.0) / max(num_sequences, 1.0) for mask, count in zip(masks, counts, strict=True)]
+        weights = [
+            mask / max(count, 1.0) / max(num_sequences, 1.0)
+            for mask, count in zip(masks, counts, strict=True)
+        ]
     elif how == "constant":
         if not constant:
             raise fail("C001", "batch", "how='constant' needs constant=, the number to divide by.")

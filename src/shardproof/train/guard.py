@@ -156,5 +156,3 @@ def _watching(policy: ShardedModel) -> Iterator[list[str]]:
     finally:
         for handle in handles:
             handle.remove()
-
-

@@ -28,7 +28,9 @@ class MetricSums:
             reduction = self.reductions.get(name, "mean")
             self.reductions.setdefault(name, reduction)
             part = _partial(value.detach().float(), counted, reduction)
-            self._partial[name] = _merge(self._partial[name], part, reduction) if name in self._partial else part
+            self._partial[name] = (
+                _merge(self._partial[name], part, reduction) if name in self._partial else part
+            )
 
     def rows(self) -> dict[str, torch.Tensor]:
         """Name to its [2] partial result, still on the device."""

@@ -33,7 +33,10 @@ def make_optimizer(
             (decay if len(shapes[name]) > 1 else rest).append(param)
     if not decay and not rest:
         raise fail("C001", "optimizer", f"the {policy.role} has no trainable parameter.")
-    groups: list[dict[str, Any]] = [{"params": decay, "weight_decay": weight_decay}, {"params": rest, "weight_decay": 0.0}]
+    groups: list[dict[str, Any]] = [
+        {"params": decay, "weight_decay": weight_decay},
+        {"params": rest, "weight_decay": 0.0},
+    ]
     groups = [group for group in groups if group["params"]]
     return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
 

@@ -99,7 +99,9 @@ def _score_all(
         if not adapters:
             stack.enter_context(adapters_off(policy.model))
         for micro_batch, indices in spread(batch, micro_batch_tokens, one_by_one=not scoring.packed):
-            scored, _ = score(policy, micro_batch, scoring, temperature=temperature, want_entropy=want_entropy)
+            scored, _ = score(
+                policy, micro_batch, scoring, temperature=temperature, want_entropy=want_entropy
+            )
             results.update(zip(indices, _split(scored, micro_batch.lengths), strict=True))
     return [results[index] for index in range(len(batch))]
 
@@ -109,7 +111,8 @@ def _split(scored: Scored, lengths: list[int]) -> list[Scored]:
     if not sizes:
         return []
     parts = [
-        row.split(sizes) if row.numel() else [row] * len(sizes) for row in (scored.logps, scored.entropy, scored.values)
+        row.split(sizes) if row.numel() else [row] * len(sizes)
+        for row in (scored.logps, scored.entropy, scored.values)
     ]
     return [Scored(*part) for part in zip(*parts, strict=True)]
 

@@ -144,7 +144,9 @@ def _prepare(
         batch = weigh(batch, share=policy.sequence_parallel)
     counts = exchange([len(batch), int(sum(float((w != 0).sum()) for w in batch.columns["weights"]))])
     if not any(count[0] for count in counts):
-        raise fail("C004", "train_step", "no rank has a sequence.", fix="pass at least one sequence on some rank")
+        raise fail(
+            "C004", "train_step", "no rank has a sequence.", fix="pass at least one sequence on some rank"
+        )
     scoring = scoring_of(policy)
     micro_batches = [part for part, _ in spread(batch, micro_batch_tokens, one_by_one=not scoring.packed)]
     if policy.strategy == FSDP1 and policy.settings.cpu_offload and len(micro_batches) > 1:
@@ -193,7 +195,10 @@ def _backward(policy: ShardedModel, work: _Work, index: int, sums: MetricSums) -
     else:
         # Nothing to learn from, but every collective of the backward pass needs this rank.
         total = row.sum()
-        sums.add({name: row.new_zeros(1) for name in work.loss.metrics}, torch.zeros(1, dtype=torch.bool, device=row.device))
+        sums.add(
+            {name: row.new_zeros(1) for name in work.loss.metrics},
+            torch.zeros(1, dtype=torch.bool, device=row.device),
+        )
     total.backward()
     return total.detach().float()
 
@@ -236,7 +241,9 @@ def _locate(
         optimizer.zero_grad,
     )
     if tensor is None:
-        return replace(verdict, reason="a gradient was not finite, and was when the batch was run again"), None
+        return replace(
+            verdict, reason="a gradient was not finite, and was when the batch was run again"
+        ), None
     return replace(verdict, rank=rank, micro_batch=micro_batch), tensor
 
 
@@ -257,8 +264,13 @@ def _count_skips(policy: ShardedModel, result: StepResult, limit: int) -> None:
     policy.num_skipped += 1
     where = f"rank {result.rank}, micro-batch {result.micro_batch}, {result.tensor}"
     logger.log(
-        logging.WARNING if dist.get_rank() == 0 else logging.DEBUG, "step skipped: %s (%s)", result.reason, where
+        logging.WARNING if dist.get_rank() == 0 else logging.DEBUG,
+        "step skipped: %s (%s)",
+        result.reason,
+        where,
     )
     if policy.num_skipped >= limit:
-        message = f"{policy.num_skipped} steps in a row were skipped; the last because {result.reason} ({where})."
+        message = (
+            f"{policy.num_skipped} steps in a row were skipped; the last because {result.reason} ({where})."
+        )
         raise fail("T302", "train_step", message, rank=result.rank, tensor=result.tensor)

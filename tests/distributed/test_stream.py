@@ -1,0 +1,510 @@
+"""`WeightStream`: out of every layout come the tensors of the family's checkpoint, and a receipt that says so."""
+
+import functools
+
+import peft
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+import shardproof as sp
+from shardproof.digest import digest
+from shardproof.shard.holdings import local_shards
+from shardproof.shard.memory import PeakMemory
+from tests.distributed.test_load import local_parameters
+from tests.faults.test_bad_checkpoints import assert_all_raise
+from tests.models import EXTRA_FAMILIES, FAMILIES, make_checkpoint, tiny_config
+from tests.ranks import run_ranks, run_ranks_outcomes
+
+ALL_FAMILIES = FAMILIES + EXTRA_FAMILIES
+# (ranks, replicas, options of load): every way a policy can lie.
+LAYOUTS = {
+    "fsdp1 on 1": (1, 1, {"strategy": "fsdp1"}),
+    "fsdp1 on 2": (2, 1, {"strategy": "fsdp1"}),
+    "fsdp1 on 3": (3, 1, {"strategy": "fsdp1"}),
+    "fsdp1 on 2x2": (4, 2, {"strategy": "fsdp1"}),
+    "fsdp2 on 1": (1, 1, {"strategy": "fsdp2"}),
+    "fsdp2 on 2": (2, 1, {"strategy": "fsdp2"}),
+    "fsdp2 on 3": (3, 1, {"strategy": "fsdp2"}),
+    "fsdp2 on 2x1": (2, 2, {"strategy": "fsdp2"}),
+    "fsdp2 on 2x2": (4, 2, {"strategy": "fsdp2"}),
+    "offloaded on 1": (1, 1, {"strategy": "fsdp2", "cpu_offload": True}),
+    "offloaded on 2": (2, 1, {"strategy": "fsdp2", "cpu_offload": True}),
+}
+SEQUENCES = [[(11 * i + 5 * j * j + 3) % 101 for j in range(9)] for i in range(4)]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """A function from a family, and what `make_checkpoint` takes, to the folder; each is made once."""
+
+    @functools.cache
+    def make(family, **fields):
+        return make_checkpoint(tmp_path_factory.mktemp(family), family, **fields)
+
+    return make
+
+
+def read_folder(folder):
+    """{name: tensor} of every safetensors file in the folder."""
+    return {
+        name: tensor
+        for path in sorted(folder.glob("*.safetensors"))
+        for name, tensor in load_file(path).items()
+    }
+
+
+def load(source, replicas=1, **options):
+    mesh = sp.make_mesh(replicate=replicas) if replicas > 1 else None
+    return sp.load(source, mesh=mesh, compute_dtype=torch.float32, progress=False, **options)
+
+
+def collect(policy, **how):
+    """(the metadata, what came out, the receipt) of one run of a stream. Collective: every rank."""
+    stream = sp.WeightStream(policy, **how)
+    metadata = stream.metadata()
+    # Cloned: what is kept beyond a step of the loop is the consumer's own.
+    tensors = [(name, tensor.clone()) for name, tensor in stream]
+    return metadata, tensors, stream.receipt
+
+
+def describe(tensors):
+    return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors}
+
+
+def differences(tensors, expected):
+    """Names that one side lacks, and names whose dtype, shape or bytes differ."""
+    odd = sorted(tensors.keys() ^ expected.keys())
+    return odd + [
+        name
+        for name in sorted(tensors.keys() & expected.keys())
+        if tensors[name].dtype != expected[name].dtype or not torch.equal(tensors[name], expected[name])
+    ]
+
+
+def lora_config(**fields):
+    # With init_lora_weights=False neither matrix is zero, so that a merge which forgets one is seen.
+    return peft.LoraConfig(
+        **{
+            "r": 3,
+            "lora_alpha": 5,
+            "target_modules": ["q_proj", "v_proj"],
+            "init_lora_weights": False,
+            **fields,
+        }
+    )
+
+
+def train(policy, optimizer):
+    mine = SEQUENCES[dist.get_rank() :: dist.get_world_size()]
+    return sp.train_step(policy, sp.Batch(mine), optimizer)
+
+
+# Families.
+
+
+def export_families(folders, replicas, options, hows):
+    """{family: [collect(...) for each of hows]}."""
+    exported = {}
+    for family, folder in folders.items():
+        policy = load(folder, replicas, **options)
+        exported[family] = [collect(policy, **how) for how in hows]
+    return exported
+
+
+@pytest.mark.parametrize("layout", ["fsdp2 on 1", "fsdp1 on 2", "fsdp2 on 3"])
+def test_every_family_comes_out_as_its_checkpoint(checkpoint, layout):
+    folders = {family: checkpoint(family) for family in ALL_FAMILIES}
+    num_ranks, replicas, options = LAYOUTS[layout]
+    replies = run_ranks(
+        num_ranks, export_families, folders, replicas, options, [{}, {"dtype": torch.bfloat16}]
+    )
+    for family, folder in folders.items():
+        stored = read_folder(folder)
+        for reply in replies:
+            metadata, tensors, receipt = reply[family][0]
+            assert {meta.name: (meta.dtype, meta.shape) for meta in metadata} == describe(stored.items()), (
+                family
+            )
+            assert [name for name, _ in tensors] == [meta.name for meta in metadata], family
+            assert differences(dict(tensors), stored) == [], family
+            assert receipt.manifest.compare(stored.items()) == [], family
+            assert receipt.digest == replies[0][family][0][2].digest, family
+
+            metadata, tensors, receipt = reply[family][1]
+            cast = {name: cast_unless_buffer(name, tensor) for name, tensor in stored.items()}
+            assert {meta.name: (meta.dtype, meta.shape) for meta in metadata} == describe(tensors), family
+            assert differences(dict(tensors), cast) == [], family
+            assert receipt.manifest.compare(cast.items()) == [], family
+
+
+def cast_unless_buffer(name, tensor):
+    return tensor if name.endswith("e_score_correction_bias") else tensor.to(torch.bfloat16)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
+def test_the_families_hold_persistent_buffers(checkpoint, family):
+    assert any(name.endswith("e_score_correction_bias") for name in read_folder(checkpoint(family)))
+
+
+@pytest.mark.parametrize("layout", ["fsdp1 on 2", "fsdp2 on 1"])
+def test_checkpoint_dtype_is_that_of_the_files(checkpoint, layout):
+    """Masters are float32, the files bfloat16."""
+    folders = {family: checkpoint(family, dtype=torch.bfloat16) for family in ALL_FAMILIES}
+    num_ranks, replicas, options = LAYOUTS[layout]
+    for reply in run_ranks(num_ranks, export_families, folders, replicas, options, [{"dtype": "checkpoint"}]):
+        odd = {
+            family: differences(dict(reply[family][0][1]), read_folder(folder))
+            for family, folder in folders.items()
+        }
+        assert {family: names for family, names in odd.items() if names} == {}
+
+
+def test_checkpoint_dtype_goes_tensor_by_tensor(tmp_path):
+    folder = make_checkpoint(tmp_path, "llama", dtype=torch.bfloat16, max_shard_size="1GB")
+    stored = load_file(folder / "model.safetensors")
+    stored["model.norm.weight"] = stored["model.norm.weight"].float()
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    for reply in run_ranks(2, export_families, {"mixed": folder}, 1, {}, [{"dtype": "checkpoint"}]):
+        assert differences(dict(reply["mixed"][0][1]), stored) == []
+
+
+def export_random(family, how):
+    return collect(load(sp.RandomInit(tiny_config(family), seed=3)), **how)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "llama_tied", "gpt_oss"])
+def test_a_policy_that_was_never_loaded_has_its_familys_names(checkpoint, family):
+    for metadata, tensors, _ in run_ranks(2, export_random, family, {"dtype": "checkpoint"}):
+        assert {meta.name: (meta.dtype, meta.shape) for meta in metadata} == describe(
+            read_folder(checkpoint(family)).items()
+        )
+        assert describe(tensors) == describe(read_folder(checkpoint(family)).items())
+
+
+def test_ties_come_out_once(checkpoint):
+    for reply in run_ranks(2, export_families, {"tied": checkpoint("qwen3_tied")}, 1, {}, [{}]):
+        names = [name for name, _ in reply["tied"][0][1]]
+        assert names.count("model.embed_tokens.weight") == 1
+        assert "lm_head.weight" not in names
+
+
+# Layouts.
+
+
+def export_everything(folders, replicas, options):
+    """{family: digests and tensors of the full, the merged and the adapter export}, after a training step.
+
+    Also which shards changed while being exported.
+    """
+    exported = {}
+    for family, folder in folders.items():
+        full = collect(load(folder, replicas, **options), bucket_bytes=10_000)
+        policy = load(folder, replicas, lora=lora_config(), **options)
+        before = {shard.name: digest(shard.flat) for shard in local_shards(policy)}
+        devices = {name: local.device for name, local in local_parameters(policy).items()}
+        addresses = {shard.name: shard.flat.data_ptr() for shard in local_shards(policy)}
+        adapter = collect(policy, merge_lora=False)
+        merged = [collect(policy, bucket_bytes=size) for size in (1, 10_000, 2**28)]
+        after = {shard.name: digest(shard.flat) for shard in local_shards(policy)}
+        exported[family] = {
+            "full": full,
+            "adapter": adapter,
+            "merged": merged[0],
+            "same in every bucket": len({receipt.digest for _, _, receipt in merged}) == 1,
+            "changed": [name for name in before if before[name] != after[name]],
+            "moved": [
+                shard.name
+                for shard in local_shards(policy)
+                if shard.flat.data_ptr() != addresses[shard.name] or shard.flat.device != devices[shard.name]
+            ],
+        }
+    return exported
+
+
+LAYOUT_FAMILIES = ("llama", "qwen3_moe", "deepseek_v3")
+LAYOUT_TARGETS = {"deepseek_v3": ["q_b_proj", "o_proj"]}
+
+
+@pytest.fixture(scope="module")
+def alone(checkpoint):
+    """Everything that one rank exports."""
+    folders = {family: checkpoint(family) for family in ("llama", "qwen3_moe")}
+    return run_ranks(1, export_everything, folders, 1, {"strategy": "fsdp2"})[0]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_exports_the_same(checkpoint, alone, layout):
+    folders = {family: checkpoint(family) for family in alone}
+    num_ranks, replicas, options = LAYOUTS[layout]
+    for reply in run_ranks(num_ranks, export_everything, folders, replicas, options):
+        for family, expected in alone.items():
+            found = reply[family]
+            assert differences(dict(found["full"][1]), read_folder(folders[family])) == []
+            for kind in ("full", "merged", "adapter"):
+                assert found[kind][0] == expected[kind][0], kind
+                assert [name for name, _ in found[kind][1]] == [meta.name for meta in found[kind][0]], kind
+            assert found["full"][2].digest == expected["full"][2].digest
+            assert found["adapter"][2].digest == expected["adapter"][2].digest
+            assert found["same in every bucket"]
+            assert found["changed"] == found["moved"] == []
+            merged = dict(found["merged"][1])
+            for name, tensor in expected["merged"][1]:
+                # A product of other rows may be summed in another order.
+                torch.testing.assert_close(merged[name], tensor, rtol=0, atol=1e-6)
+
+
+# LoRA.
+
+VARIANTS = {
+    "attention": ("llama", {}),
+    "all linear layers": ("llama", {"target_modules": "all-linear"}),
+    "an alpha a layer": (
+        "llama",
+        {"alpha_pattern": {"layers.0.self_attn.q_proj": 9}, "rank_pattern": {"v_proj": 2}},
+    ),
+    "rank-stabilised": ("qwen3", {"use_rslora": True}),
+    "embedding and head": ("llama", {"target_modules": ["embed_tokens", "lm_head", "q_proj"]}),
+    "tied": ("qwen3_tied", {}),
+    "beside experts": ("qwen3_moe", {}),
+    "fused experts": ("gpt_oss", {}),
+    "convolutions of gpt2": ("gpt2", {"target_modules": ["c_attn"], "fan_in_fan_out": True}),
+}
+
+
+def export_adapted(folder, strategy, fields):
+    policy = load(folder, strategy=strategy, lora=lora_config(**fields))
+    optimizer = sp.make_optimizer(policy, lr=1e-2)
+    assert train(policy, optimizer).stepped
+    return collect(policy, merge_lora=False), collect(policy), collect(policy, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2"])
+def test_a_merge_is_pefts_merge(checkpoint, tmp_path, strategy, variant):
+    family, fields = VARIANTS[variant]
+    folder = checkpoint(family)
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    peft_model = peft.get_peft_model(plain, lora_config(**fields))
+    expected_names = set(peft.get_peft_model_state_dict(peft_model, save_embedding_layers=False))
+    for index, (adapter, merged, rounded) in enumerate(
+        run_ranks(2, export_adapted, folder, strategy, fields)
+    ):
+        assert {name for name, _ in adapter[1]} == expected_names
+        if index == 0:
+            outcome = peft.set_peft_model_state_dict(peft_model, dict(adapter[1]))
+            assert outcome.unexpected_keys == []
+            peft_model.merge_and_unload().save_pretrained(tmp_path)
+        expected = read_folder(tmp_path)
+        base = read_folder(folder)
+        assert describe(merged[1]) == describe(expected.items())
+        changed = set()
+        for name, tensor in merged[1]:
+            torch.testing.assert_close(tensor, expected[name], rtol=0, atol=1e-6)
+            if not torch.equal(tensor, base[name]):
+                changed.add(name)
+        assert len(changed) == len(expected_names) // 2
+        # Merged in float32 and rounded once, not added up in the exported dtype.
+        assert differences(dict(rounded[1]), {n: t.to(torch.bfloat16) for n, t in merged[1]}) == []
+
+
+def export_tied_head(folder, strategy, target):
+    """Tokens through an adapter on one end of a tie, in this policy and in what it exports."""
+    policy = load(folder, strategy=strategy, lora=lora_config(target_modules=[target]))
+    tokens = torch.tensor(SEQUENCES)
+    with torch.no_grad():
+        logits = policy.module(input_ids=tokens).logits
+    return dict(collect(policy)[1]), logits
+
+
+@pytest.mark.parametrize("target", ["lm_head", "embed_tokens"])
+def test_an_adapter_on_one_end_of_a_tie_is_exported_or_refused(checkpoint, target):
+    """The merged tensor cannot be both ends; to leave the adapter out, or to put it on both, without a word is wrong."""
+    folder = checkpoint("qwen3_tied")
+    for outcome in run_ranks_outcomes(2, export_tied_head, folder, "fsdp2", target):
+        if outcome[0] == "ok":
+            tensors, logits = outcome[1]
+            model = AutoModelForCausalLM.from_pretrained(
+                folder, tie_word_embeddings="lm_head.weight" not in tensors
+            )
+            model.load_state_dict(tensors, strict=False)
+            torch.testing.assert_close(model(torch.tensor(SEQUENCES)).logits, logits, rtol=0, atol=1e-5)
+        else:
+            _, kind, message = outcome
+            assert kind in ("LoadFault", "ShardFault", "ExportFault", "ConfigError"), message
+            assert target in message
+
+
+# Cost.
+
+
+def big_config():
+    """96 MB of float32 whose largest tensor has 2.8 MB."""
+    return tiny_config(
+        "llama",
+        hidden_size=512,
+        intermediate_size=1408,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        vocab_size=499,
+    )
+
+
+def rise_of_a_stream(strategy, bucket_bytes):
+    """(largest tensor, all tensors, rise of anonymous memory) in bytes."""
+    policy = load(sp.RandomInit(big_config()), strategy=strategy)
+    for _ in sp.WeightStream(policy, bucket_bytes=bucket_bytes):  # what a first run allocates for good
+        break
+    dist.barrier()
+    stream = sp.WeightStream(policy, bucket_bytes=bucket_bytes)
+    with PeakMemory(torch.device("cpu")) as memory:
+        for _ in stream:
+            pass
+    metas = stream.metadata()
+    return max(meta.nbytes for meta in metas), sum(meta.nbytes for meta in metas), memory.rise
+
+
+@pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2"])
+def test_a_stream_holds_two_buckets(strategy):
+    bucket = 6 * 2**20
+    for largest, total, rise in run_ranks(2, rise_of_a_stream, strategy, bucket):
+        assert largest < bucket < total / 10
+        # The consumer's own tensor besides, and what the allocator keeps.
+        assert rise < 3 * bucket + 4 * 2**20, f"{rise / 2**20:.1f} MiB"
+
+
+# Receipts.
+
+
+def export_receipts(folder):
+    policy = load(folder)
+    policy.version = 7
+    stream = sp.WeightStream(policy)
+    before = stream.receipt
+    for _ in stream:
+        pass
+    without = collect(policy, digests=False)[2]
+    return before, stream.receipt, without, str(stream.receipt)
+
+
+def test_a_receipt_says_what_was_sent(checkpoint):
+    stored = read_folder(checkpoint("qwen3_moe"))
+    num_bytes = sum(tensor.nbytes for tensor in stored.values())
+    for before, receipt, without, printed in run_ranks(2, export_receipts, checkpoint("qwen3_moe")):
+        assert before is None
+        assert (receipt.version, receipt.num_tensors, receipt.num_bytes) == (7, len(stored), num_bytes)
+        assert receipt.seconds > 0
+        assert receipt.findings == []
+        assert receipt.manifest.version == 7
+        assert receipt.manifest.digests == {name: digest(tensor) for name, tensor in stored.items()}
+        assert receipt.digest == receipt.manifest.total
+        for word in ("version 7", f"{len(stored)} tensors", receipt.digest[:16]):
+            assert word in printed
+        assert (without.num_tensors, without.num_bytes) == (len(stored), num_bytes)
+        assert without.manifest.digests == {}
+        assert without.manifest.compare(stored.items()) == []
+
+
+def export_over_updates(folder, strategy, fields):
+    """[(codes of the findings, digest, version)] of exports around real, simulated and empty updates."""
+    policy = load(folder, strategy=strategy, lora=lora_config() if fields["lora"] else None)
+    how = {"merge_lora": fields.get("merge", True)}
+    optimizer = sp.make_optimizer(policy, lr=1e-2)
+    still = sp.make_optimizer(policy, lr=0.0)
+    rows = []
+
+    def note():
+        receipt = collect(policy, **how)[2]
+        rows.append(([str(f) for f in receipt.findings], receipt.digest, receipt.version))
+
+    note()  # 0: the first
+    note()  # 1: again, nothing happened in between
+    train(policy, optimizer)
+    note()  # 2: after an update
+    policy.num_updates += 1
+    note()  # 3: an update that changed nothing
+    note()  # 4: once more; that it was said is enough
+    train(policy, still)
+    note()  # 5: a step whose learning rate was zero
+    train(policy, optimizer)
+    note()  # 6
+    return rows
+
+
+@pytest.mark.parametrize("fields", [{"lora": False}, {"lora": True}, {"lora": True, "merge": False}], ids=str)
+@pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2"])
+def test_a_payload_that_did_not_change_after_an_update_is_a_finding(checkpoint, strategy, fields):
+    replies = run_ranks(2, export_over_updates, checkpoint("llama"), strategy, fields)
+    assert replies[0] == replies[1]
+    findings, digests, versions = zip(*replies[0], strict=True)
+    assert [len(found) for found in findings] == [0, 0, 0, 1, 0, 0, 0]
+    assert findings[3][0].startswith("E405 export: version 1 has the same")
+    assert len(set(digests)) == 3
+    assert digests[0] == digests[1] and digests[2] == digests[3] == digests[4] == digests[5]
+    assert versions == (0, 0, 1, 1, 1, 2, 3)
+
+
+# Between other work.
+
+
+def export_between(folder, strategy):
+    """Digests before and after scoring, and after leaving a training step half way, where parameters are gathered."""
+    policy = load(folder, strategy=strategy)
+    first = collect(policy)[2].digest
+    sp.logprobs(policy, SEQUENCES)
+    second = collect(policy)[2].digest
+    with torch.no_grad():
+        policy.module(input_ids=torch.tensor(SEQUENCES))
+    third = collect(policy)[2].digest
+    policy.module(input_ids=torch.tensor(SEQUENCES)).logits.sum()  # its backward never runs
+    fourth = collect(policy)[2].digest
+    one_stream = sp.WeightStream(policy)
+    again = []
+    optimizer = sp.make_optimizer(policy, lr=1e-2)
+    for _ in range(2):
+        train(policy, optimizer)
+        again.append(
+            {name: digest(tensor) for name, tensor in one_stream} == collect(policy)[2].manifest.digests
+        )
+    return [first, second, third, fourth], again, sp.attest(policy, optimizer)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2"])
+def test_an_export_between_other_work(checkpoint, strategy):
+    for digests, again, findings in run_ranks(2, export_between, checkpoint("qwen3_tied"), strategy):
+        assert len(set(digests)) == 1
+        assert again == [True, True]
+        assert findings == []
+
+
+def losses(folder, strategy, exporting):
+    policy = load(folder, strategy=strategy)
+    optimizer = sp.make_optimizer(policy, lr=1e-2)
+    found = []
+    for _ in range(3):
+        if exporting:
+            collect(policy, dtype=torch.bfloat16, bucket_bytes=5000)
+        found.append(train(policy, optimizer).loss)
+    return found, collect(policy)[2].digest
+
+
+@pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2"])
+def test_exporting_changes_no_bit_of_training(checkpoint, strategy):
+    folder = checkpoint("llama")
+    assert run_ranks(2, losses, folder, strategy, True) == run_ranks(2, losses, folder, strategy, False)
+
+
+# Bad input.
+
+
+def stream_with(folder, how):
+    collect(load(folder), **how)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8", 16, torch.int8], ids=str)
+def test_a_dtype_that_cannot_be(checkpoint, dtype):
+    outcomes = run_ranks_outcomes(2, stream_with, checkpoint("llama"), {"dtype": dtype})
+    assert_all_raise(outcomes, "C001", "dtype", kind="ConfigError")
