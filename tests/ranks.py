@@ -330,10 +330,14 @@ def _rank_environment(call: Call) -> Iterator[None]:
                 world_size=call.num_ranks,
                 timeout=timedelta(seconds=call.group_timeout),
             )
+            # A rank that is done before another has connected would close the connection that the other waits for.
+            dist.barrier()
         yield
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+        # A group that could not be made still counts, and the ranks of the next one would wait under different names.
+        dist.distributed_c10d._world.group_count = 0
         torch.set_default_dtype(torch.float32)
         torch.set_grad_enabled(True)
         torch.use_deterministic_algorithms(False)

@@ -44,12 +44,17 @@ class ExportFault(Fault):
     """Weights or checkpoints cannot leave or come back as they are (E4xx)."""
 
 
+class RolloutFault(Fault):
+    """A rollout engine or reward does not do what it should (R5xx)."""
+
+
 _BY_LETTER: dict[str, type[ShardproofError]] = {
     "C": ConfigError,
     "L": LoadFault,
     "S": ShardFault,
     "T": TrainFault,
     "E": ExportFault,
+    "R": RolloutFault,
 }
 
 
@@ -75,4 +80,5 @@ def choose(stage: str, key: str, value: object, valid: Iterable[str]) -> str:
 
 def nearest(name: str, candidates: Iterable[str], limit: int = 1) -> list[str]:
     """The `limit` candidates closest to `name`; empty when none is close."""
-    return difflib.get_close_matches(name, list(candidates), n=limit, cutoff=0.5)
+    by_lower = {candidate.lower(): candidate for candidate in candidates}
+    return [by_lower[near] for near in difflib.get_close_matches(name.lower(), by_lower, n=limit, cutoff=0.5)]

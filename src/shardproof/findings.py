@@ -11,6 +11,8 @@ CODES: dict[str, tuple[str, str]] = {
     "C002": ("the process group or mesh does not fit the run", "start the ranks with torchrun, or pass a mesh of them all"),
     "C003": ("ranks were started with different settings", "pass the same arguments on every rank"),
     "C004": ("a batch cannot be used", "repair the batch as the message says"),
+    "C005": ("the data cannot be used", "repair the data set as the message says"),
+    "C006": ("a run folder belongs to another recipe", "use another output.folder, or the recipe that began this one"),
     "L100": ("a rank failed with an error of its own", "see the named rank's error"),
     "L101": ("the source does not exist", "pass a folder or a hub id that holds safetensors files"),
     "L102": ("a checkpoint file is missing", "download the checkpoint again, or repair its index"),
@@ -57,6 +59,10 @@ CODES: dict[str, tuple[str, str]] = {
     "E407": ("a checkpoint cannot be resumed", "resume from a complete checkpoint of this model"),
     "E408": ("a checkpoint could not be written", "free space or repair the folder; the previous checkpoint is untouched"),
     "E409": ("a checkpoint wants to run code", "do not use this checkpoint"),
+    "R501": ("an engine has no weights, or older ones than allowed", "call load_weights before generate"),
+    "R502": ("weights did not arrive whole", "send them again; see which tensor the message names"),
+    "R503": ("engine and trainer disagree about the same tokens", "compare their weights; see the canary's numbers"),
+    "R504": ("a reward failed", "see the reward's own error; set reward.on_error to zero to go on without it"),
 }  # fmt: skip
 
 

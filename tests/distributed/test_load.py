@@ -202,8 +202,7 @@ def checkpoints(tmp_path_factory):
     root = tmp_path_factory.mktemp("checkpoints")
     return {
         "in many files": make_checkpoint(root / "many", "llama"),
-        "in one file": make_checkpoint(root / "one", "qwen3", max_shard_size="1GB"),
-        "tied": make_checkpoint(root / "tied", "qwen3_tied"),
+        "tied, in one file": make_checkpoint(root / "tied", "qwen3_tied", max_shard_size="1GB"),
         "experts": make_checkpoint(root / "experts", "qwen3_moe"),
         "stored buffers": make_checkpoint(root / "buffers", "deepseek_v3"),
         "few rows": make_checkpoint(root / "few", "qwen3", **FEW_ROWS),
@@ -221,12 +220,12 @@ def test_the_checkpoints_are_what_their_labels_say(checkpoints):
         label: sorted(path.name for path in folder.glob("*.safetensors"))
         for label, folder in checkpoints.items()
     }
-    assert files["in one file"] == ["model.safetensors"]
+    assert files["tied, in one file"] == ["model.safetensors"]
     assert len(files["in many files"]) > 2
     index = json.loads((checkpoints["in many files"] / "model.safetensors.index.json").read_text())
     assert sorted(set(index["weight_map"].values())) == files["in many files"]
     assert "model.layers.0.mlp.experts.7.down_proj.weight" in all_names(checkpoints["experts"])
-    assert "lm_head.weight" not in all_names(checkpoints["tied"])
+    assert "lm_head.weight" not in all_names(checkpoints["tied, in one file"])
 
 
 def all_names(folder):
@@ -303,7 +302,7 @@ def test_parameters_are_cast_and_buffers_are_not(
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_every_byte_is_read_once_by_the_rank_that_holds_it(checkpoints, strategy, num_ranks):
     """In particular no rank reads another rank's experts, and a tied tensor is read once."""
-    labels = ("in many files", "in one file", "tied", "experts", "few rows")
+    labels = ("in many files", "tied, in one file", "experts", "few rows")
     folders = {label: checkpoints[label] for label in labels}
     replies = run_ranks(num_ranks, describe_receipt, folders, strategy)
     for label, folder in folders.items():
@@ -327,7 +326,7 @@ def test_half_the_bytes_are_read_of_a_bfloat16_checkpoint(checkpoints):
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_provenance_names_every_tensor_and_its_file(checkpoints, strategy):
-    folders = {label: checkpoints[label] for label in ("tied", "experts", "stored buffers")}
+    folders = {label: checkpoints[label] for label in ("tied, in one file", "experts", "stored buffers")}
     replies = run_ranks(2, describe_receipt, folders, strategy)
     for label, folder in folders.items():
         model = AutoModelForCausalLM.from_pretrained(folder)
@@ -343,7 +342,7 @@ def test_provenance_names_every_tensor_and_its_file(checkpoints, strategy):
                 if kind == "checkpoint":
                     assert detail.split(": ")[0] in files, name
             assert {kind for kind, _ in provenance.values()} <= {"checkpoint", "computed", "tie"}
-    tied = replies[0]["tied"]["provenance"]
+    tied = replies[0]["tied, in one file"]["provenance"]
     assert tied["lm_head.weight"] == ("tie", "model.embed_tokens.weight")
     assert tied["model.embed_tokens.weight"][1].endswith(": model.embed_tokens.weight")
     assert tied["model.rotary_emb.inv_freq"][0] == "computed"
@@ -406,7 +405,7 @@ def test_offload_on_a_machine_without_an_accelerator(checkpoints, num_ranks):
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_tied_tensor_stays_one_parameter_through_training(checkpoints, strategy):
-    for reply in run_ranks(2, train_tied, checkpoints["tied"], strategy, 10):
+    for reply in run_ranks(2, train_tied, checkpoints["tied, in one file"], strategy, 10):
         assert reply["names"].count("model.embed_tokens.weight") == 1
         assert "lm_head.weight" not in reply["names"]
         assert reply["names_after"] == reply["names"]

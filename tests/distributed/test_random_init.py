@@ -5,6 +5,8 @@ import torch
 
 import shardproof as sp
 from shardproof.digest import digest
+from shardproof.model.initial import initialise_whole, record_initialisation
+from shardproof.model.skeleton import build_skeleton
 from tests.distributed.test_load import full_state, replicated_mesh
 from tests.models import make_model, tiny_config
 from tests.ranks import run_ranks
@@ -14,7 +16,7 @@ FAMILIES = ("qwen3", "qwen3_moe", "gpt2", "deepseek_v3", "gemma3_text", "llama")
 LAYOUTS = [
     (strategy, num_ranks, replicas)
     for strategy in ("fsdp1", "fsdp2")
-    for num_ranks, replicas in [(1, 1), (2, 1), (3, 1), (2, 2), (4, 2)]
+    for num_ranks, replicas in [(1, 1), (2, 1), (3, 1), (4, 2)]
 ]
 
 
@@ -76,9 +78,6 @@ def test_tensors_that_only_their_module_can_initialise(strategy, num_ranks):
 
 
 def make_hybrid_decay(seed):
-    from shardproof.model.initial import initialise_whole, record_initialisation
-    from shardproof.model.skeleton import build_skeleton
-
     model = build_skeleton(hybrid_config(), role="policy").model
     return initialise_whole(model, record_initialisation(model)["model.layers.0.linear_attn.A_log"], seed)
 
@@ -87,10 +86,7 @@ def test_another_seed_gives_other_weights(configs, expected):
     (other,) = run_ranks(1, digests, configs, "fsdp2", 1, {"seed": 1})
     for family, names in expected.items():
         changed = {name for name, value in names.items() if other[family][name] != value}
-        assert any(
-            name.endswith("down_proj.weight") or "c_proj.weight" in name or "down_proj" in name
-            for name in changed
-        )
+        assert [name for name in changed if "down_proj" in name or "c_proj.weight" in name]
         # What is constant, such as norms, biases and rotary frequencies, has no seed.
         assert not [name for name in changed if "norm" in name or name.endswith(("bias", "inv_freq"))]
 

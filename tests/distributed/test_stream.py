@@ -1,6 +1,8 @@
 """`WeightStream`: out of every layout come the tensors of the family's checkpoint, and a receipt that says so."""
 
+import ctypes
 import functools
+import threading
 
 import peft
 import pytest
@@ -12,7 +14,6 @@ from transformers import AutoModelForCausalLM
 import shardproof as sp
 from shardproof.digest import digest
 from shardproof.shard.holdings import local_shards
-from shardproof.shard.memory import PeakMemory
 from tests.distributed.test_load import local_parameters
 from tests.faults.test_bad_checkpoints import assert_all_raise
 from tests.models import EXTRA_FAMILIES, FAMILIES, make_checkpoint, tiny_config
@@ -114,7 +115,7 @@ def export_families(folders, replicas, options, hows):
     return exported
 
 
-@pytest.mark.parametrize("layout", ["fsdp2 on 1", "fsdp1 on 2", "fsdp2 on 3"])
+@pytest.mark.parametrize("layout", ["fsdp1 on 2", "fsdp2 on 3"])
 def test_every_family_comes_out_as_its_checkpoint(checkpoint, layout):
     folders = {family: checkpoint(family) for family in ALL_FAMILIES}
     num_ranks, replicas, options = LAYOUTS[layout]
@@ -134,32 +135,33 @@ def test_every_family_comes_out_as_its_checkpoint(checkpoint, layout):
             assert receipt.digest == replies[0][family][0][2].digest, family
 
             metadata, tensors, receipt = reply[family][1]
-            cast = {name: cast_unless_buffer(name, tensor) for name, tensor in stored.items()}
+            cast = {name: tensor if is_buffer(name) else tensor.bfloat16() for name, tensor in stored.items()}
             assert {meta.name: (meta.dtype, meta.shape) for meta in metadata} == describe(tensors), family
             assert differences(dict(tensors), cast) == [], family
             assert receipt.manifest.compare(cast.items()) == [], family
 
 
-def cast_unless_buffer(name, tensor):
-    return tensor if name.endswith("e_score_correction_bias") else tensor.to(torch.bfloat16)
+def is_buffer(name):
+    return name.endswith("e_score_correction_bias")
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
 def test_the_families_hold_persistent_buffers(checkpoint, family):
-    assert any(name.endswith("e_score_correction_bias") for name in read_folder(checkpoint(family)))
+    assert any(map(is_buffer, read_folder(checkpoint(family))))
 
 
-@pytest.mark.parametrize("layout", ["fsdp1 on 2", "fsdp2 on 1"])
-def test_checkpoint_dtype_is_that_of_the_files(checkpoint, layout):
-    """Masters are float32, the files bfloat16."""
+def test_checkpoint_dtype_is_that_of_the_files(checkpoint):
+    """Masters are float32, the files bfloat16; buffers are what their modules make them."""
     folders = {family: checkpoint(family, dtype=torch.bfloat16) for family in ALL_FAMILIES}
-    num_ranks, replicas, options = LAYOUTS[layout]
-    for reply in run_ranks(num_ranks, export_families, folders, replicas, options, [{"dtype": "checkpoint"}]):
-        odd = {
-            family: differences(dict(reply[family][0][1]), read_folder(folder))
-            for family, folder in folders.items()
+    (reply,) = run_ranks(1, export_families, folders, 1, {}, [{"dtype": "checkpoint"}])
+    odd = {}
+    for family, folder in folders.items():
+        stored = {
+            name: tensor.float() if is_buffer(name) else tensor
+            for name, tensor in read_folder(folder).items()
         }
-        assert {family: names for family, names in odd.items() if names} == {}
+        odd[family] = differences(dict(reply[family][0][1]), stored)
+    assert {family: names for family, names in odd.items() if names} == {}
 
 
 def test_checkpoint_dtype_goes_tensor_by_tensor(tmp_path):
@@ -224,10 +226,6 @@ def export_everything(folders, replicas, options):
     return exported
 
 
-LAYOUT_FAMILIES = ("llama", "qwen3_moe", "deepseek_v3")
-LAYOUT_TARGETS = {"deepseek_v3": ["q_b_proj", "o_proj"]}
-
-
 @pytest.fixture(scope="module")
 def alone(checkpoint):
     """Everything that one rank exports."""
@@ -266,7 +264,10 @@ VARIANTS = {
         {"alpha_pattern": {"layers.0.self_attn.q_proj": 9}, "rank_pattern": {"v_proj": 2}},
     ),
     "rank-stabilised": ("qwen3", {"use_rslora": True}),
-    "embedding and head": ("llama", {"target_modules": ["embed_tokens", "lm_head", "q_proj"]}),
+    "embedding and head": (
+        "llama",
+        {"target_modules": ["embed_tokens", "lm_head"], "init_lora_weights": True},
+    ),
     "tied": ("qwen3_tied", {}),
     "beside experts": ("qwen3_moe", {}),
     "fused experts": ("gpt_oss", {}),
@@ -277,7 +278,7 @@ VARIANTS = {
 def export_adapted(folder, strategy, fields):
     policy = load(folder, strategy=strategy, lora=lora_config(**fields))
     optimizer = sp.make_optimizer(policy, lr=1e-2)
-    assert train(policy, optimizer).stepped
+    assert all(train(policy, optimizer).stepped for _ in range(2))
     return collect(policy, merge_lora=False), collect(policy), collect(policy, dtype=torch.bfloat16)
 
 
@@ -310,20 +311,21 @@ def test_a_merge_is_pefts_merge(checkpoint, tmp_path, strategy, variant):
         assert differences(dict(rounded[1]), {n: t.to(torch.bfloat16) for n, t in merged[1]}) == []
 
 
-def export_tied_head(folder, strategy, target):
-    """Tokens through an adapter on one end of a tie, in this policy and in what it exports."""
-    policy = load(folder, strategy=strategy, lora=lora_config(target_modules=[target]))
-    tokens = torch.tensor(SEQUENCES)
+def export_tied_end(folder, target):
+    """A policy's logits, and what it exports, with an adapter on one end of a tie."""
+    policy = load(folder, lora=lora_config(target_modules=[target], init_lora_weights=True))
+    optimizer = sp.make_optimizer(policy, lr=1e-1)
+    assert all(train(policy, optimizer).stepped for _ in range(2))
     with torch.no_grad():
-        logits = policy.module(input_ids=tokens).logits
+        logits = policy.module(input_ids=torch.tensor(SEQUENCES)).logits
     return dict(collect(policy)[1]), logits
 
 
 @pytest.mark.parametrize("target", ["lm_head", "embed_tokens"])
 def test_an_adapter_on_one_end_of_a_tie_is_exported_or_refused(checkpoint, target):
-    """The merged tensor cannot be both ends; to leave the adapter out, or to put it on both, without a word is wrong."""
+    """One merged tensor cannot be both ends; leaving the adapter out, or putting it on both, must not pass silently."""
     folder = checkpoint("qwen3_tied")
-    for outcome in run_ranks_outcomes(2, export_tied_head, folder, "fsdp2", target):
+    for outcome in run_ranks_outcomes(2, export_tied_end, folder, target):
         if outcome[0] == "ok":
             tensors, logits = outcome[1]
             model = AutoModelForCausalLM.from_pretrained(
@@ -353,27 +355,60 @@ def big_config():
     )
 
 
+class MallocUse(ctypes.Structure):
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in ("arena", "free", "small", "maps", "mapped", "unused", "fast", "used", "kept", "top")
+    ]
+
+
+def allocated_bytes():
+    """What this process has allocated now. Resident memory would count what the C library keeps for later."""
+    libc = ctypes.CDLL(None)
+    libc.mallinfo2.restype = MallocUse
+    use = libc.mallinfo2()
+    return use.used + use.mapped
+
+
+class AllocationRise:
+    """`peak`: by how many bytes more than at the start were allocated, at most, inside the block; sampled."""
+
+    def __enter__(self):
+        self.peak = 0
+        self.start = allocated_bytes()
+        self.done = threading.Event()
+        self.thread = threading.Thread(target=self.sample)
+        self.thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self.done.set()
+        self.thread.join()
+
+    def sample(self):
+        while not self.done.wait(0.001):
+            self.peak = max(self.peak, allocated_bytes() - self.start)
+
+
 def rise_of_a_stream(strategy, bucket_bytes):
-    """(largest tensor, all tensors, rise of anonymous memory) in bytes."""
+    """(largest tensor, all tensors, rise of allocated memory) in bytes."""
     policy = load(sp.RandomInit(big_config()), strategy=strategy)
-    for _ in sp.WeightStream(policy, bucket_bytes=bucket_bytes):  # what a first run allocates for good
-        break
-    dist.barrier()
     stream = sp.WeightStream(policy, bucket_bytes=bucket_bytes)
-    with PeakMemory(torch.device("cpu")) as memory:
-        for _ in stream:
-            pass
+    with AllocationRise() as memory:
+        for _, tensor in stream:
+            tensor.sum()
     metas = stream.metadata()
-    return max(meta.nbytes for meta in metas), sum(meta.nbytes for meta in metas), memory.rise
+    return max(meta.nbytes for meta in metas), sum(meta.nbytes for meta in metas), memory.peak
 
 
-@pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2"])
-def test_a_stream_holds_two_buckets(strategy):
+@pytest.mark.parametrize(("strategy", "num_ranks"), [("fsdp1", 2), ("fsdp1", 4), ("fsdp2", 2)])
+def test_a_stream_holds_two_buckets(strategy, num_ranks):
+    """FSDP1 cuts a block's flat parameter by ranks, so that one rank may hold all of a bucket and another nothing."""
     bucket = 6 * 2**20
-    for largest, total, rise in run_ranks(2, rise_of_a_stream, strategy, bucket):
+    for largest, total, rise in run_ranks(num_ranks, rise_of_a_stream, strategy, bucket):
         assert largest < bucket < total / 10
-        # The consumer's own tensor besides, and what the allocator keeps.
-        assert rise < 3 * bucket + 4 * 2**20, f"{rise / 2**20:.1f} MiB"
+        # The third is for the consumer's own tensor, and for what gloo's thread lets go of a moment later.
+        assert rise < 3 * bucket + 2**20, f"{rise / 2**20:.1f} MiB"
 
 
 # Receipts.

@@ -198,6 +198,18 @@ def test_skyrl_1709_rank_0_broadcasts_garbage(kind):
     assert "begins [0.25, 0.25" in findings[0].message
 
 
+def attest_loaded_with_garbage(strategy):
+    policy = sp.load(sp.RandomInit(tiny_config("llama")), strategy=strategy)
+    broadcast_garbage_frequencies(policy.module)
+    return sp.attest(policy)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2"])
+def test_skyrl_1709_garbage_written_into_a_loaded_model(strategy):
+    findings = findings_of(2, attest_loaded_with_garbage, strategy)
+    assert summary(findings) == {("S209", 0, INV_FREQ), ("S209", 1, INV_FREQ)}
+
+
 def round_frequencies(module):
     rotary(module).inv_freq.copy_(rotary(module).inv_freq.bfloat16())
 

@@ -36,7 +36,7 @@ def test_settings_that_are_fine():
 @pytest.mark.parametrize(
     ("option", "hint"),
     [
-        ({"role": "polcy"}, "'policy'"),
+        ({"role": "plicy"}, "'policy'"),
         ({"role": "critc"}, "'critic'"),
         ({"strategy": "fsdp"}, "'fsdp2'"),
         ({"strategy": "FSDP1"}, "'fsdp1'"),
@@ -161,7 +161,7 @@ def test_ranks_with_different_settings(key, one, other):
     assert_refused(outcomes, "C003", "rank 1", key, str(one), str(other))
 
 
-@pytest.mark.parametrize("option", [{"role": "polcy"}, {"device": "gpu"}], ids=str)
+@pytest.mark.parametrize("option", [{"role": "plicy"}, {"device": "gpu"}], ids=str)
 def test_setting_that_is_bad_on_one_rank(option):
     ((key, value),) = option.items()
     outcomes = run_ranks_outcomes(2, load_random, {}, option, timeout=20, group_timeout=5)

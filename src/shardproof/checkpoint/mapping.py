@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from shardproof.checkpoint.boxes import BoxTensor, NotSliceable
 from shardproof.checkpoint.reader import SliceSource, TensorEntry
-from shardproof.errors import error_for, nearest
+from shardproof.errors import error_for, fail, nearest
 from shardproof.findings import Finding
 from shardproof.model import hf_private
 from shardproof.model.hf_private import WeightConverter, WeightTransform
@@ -170,7 +170,13 @@ def _convert(
             for pattern, names in sources.items()
         }
         frozen = {pattern: tuple(names) for pattern, names in sources.items()}
-        for name in _run(converter, first_target, meta, model):
+        try:
+            names = list(_run(converter, first_target, meta, model))
+        except RuntimeError as error:
+            counts = {p: dict(Counter(tuple(t.shape) for t in tensors)) for p, tensors in meta.items()}
+            message = f"{first_target!r} cannot be made through {operations} from {{shape: count}} {counts}: {error}"
+            raise fail("L106", "map", message, tensor=first_target) from error
+        for name in names:
             result.whole[name] = WholeConversion(converter, first_target, name, frozen)
             result.operations[name] = operations
 

@@ -13,7 +13,7 @@ import struct
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -23,6 +23,7 @@ from shardproof.errors import fail
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 _MAX_HEADER_BYTES = 100 * 2**20
+_SAMPLE_BYTES = 4096
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -73,6 +74,19 @@ class Checkpoint:
         state = hashlib.sha256()
         for file in sorted(self.headers):
             state.update(file.encode() + b"\0" + self.headers[file] + b"\0")
+        return state.hexdigest()
+
+    def sample_digest(self) -> str:
+        """A hash of a few blocks of every file: tells apart checkpoints that differ in nothing but their values."""
+        assert self.folder is not None
+        state = hashlib.sha256()
+        for file in sorted(self.headers):
+            begin = 8 + len(self.headers[file])
+            with (self.folder / file).open("rb") as opened:
+                end = opened.seek(0, 2)
+                for at in (begin, (begin + end) // 2, max(begin, end - _SAMPLE_BYTES)):
+                    opened.seek(at)
+                    state.update(opened.read(_SAMPLE_BYTES))
         return state.hexdigest()
 
     def view(self, name: str, box: Box) -> torch.Tensor:
@@ -141,10 +155,12 @@ def list_files(folder: Path) -> list[str]:
     try:
         weight_map = json.loads(index.read_text())["weight_map"]
         files = sorted(set(weight_map.values()))
+        if not all(isinstance(file, str) for file in files):
+            raise ValueError("a file name is not text")
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise fail("L103", "read", f"{INDEX_NAME} is not a valid index: {error!r}.") from error
     for file in files:
-        if Path(file).name != file:
+        if Path(file).name != file or file in ("", ".."):
             raise fail(
                 "L110", "read", f"{INDEX_NAME} names the file {file!r}, which is not inside the folder."
             )
@@ -170,8 +186,8 @@ def parse_header(file: str, header: bytes) -> dict[str, TensorEntry]:
     try:
         described = json.loads(header)
         described.pop("__metadata__", None)
-        rows = [(n, *i["data_offsets"], tuple(i["shape"]), i["dtype"]) for n, i in described.items()]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        rows = [_header_row(name, info) for name, info in described.items()]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise fail("L103", "read", f"{file} is not a safetensors file: {error!r}.") from error
     base = 8 + len(header)
     entries = {}
@@ -179,7 +195,7 @@ def parse_header(file: str, header: bytes) -> dict[str, TensorEntry]:
         dtype = DTYPES.get(code)
         if dtype is None:
             raise fail("L103", "read", f"{file}: {name!r} has the unknown dtype {code}.", tensor=name)
-        if stop - start != prod(shape) * dtype.itemsize or start < 0:
+        if stop - start != prod(shape) * dtype.itemsize:
             raise fail(
                 "L103",
                 "read",
@@ -198,3 +214,12 @@ def parse_header(file: str, header: bytes) -> dict[str, TensorEntry]:
             )
         previous = entry.stop
     return entries
+
+
+def _header_row(name: str, info: dict[str, Any]) -> tuple[str, int, int, tuple[int, ...], str]:
+    """(name, start, stop, shape, dtype) of one entry, each of the type it has to be."""
+    start, stop = info["data_offsets"]
+    shape, code = tuple(info["shape"]), info["dtype"]
+    if not isinstance(code, str) or any(type(n) is not int or n < 0 for n in (start, stop, *shape)):
+        raise ValueError(f"{name!r} is {info}")
+    return name, start, stop, shape, code

@@ -6,6 +6,7 @@ import json
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -79,7 +80,14 @@ def share_findings(findings: list[Finding]) -> list[Finding]:
     Collective: every rank.
     """
     rows = exchange([finding.to_json() for finding in findings])
-    return merge_findings([[Finding.from_json(item) for item in row] for row in rows])
+    per_rank = [[Finding.from_json(item) for item in row] for row in rows]
+    common = set.intersection(*(set(row) for row in per_rank))
+    # What is not wrong everywhere is said with the rank where it is.
+    named = [
+        [finding if finding.rank is not None or finding in common else replace(finding, rank=rank) for finding in row]
+        for rank, row in enumerate(per_rank)
+    ]
+    return merge_findings(named)
 
 
 def raise_together(findings: list[Finding]) -> None:

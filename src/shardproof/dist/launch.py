@@ -33,9 +33,9 @@ def resolve_device(device: str | torch.device | None) -> torch.device:
     if device is None:
         return default_device()
     asked = torch.device(device)
-    if asked.type == "cuda" and asked.index is None:
-        return default_device()
-    return asked
+    if asked.type == "cuda" and not torch.cuda.is_available():
+        raise RuntimeError(f"device={device!r}: this machine has no CUDA device")
+    return default_device() if asked.type == "cuda" and asked.index is None else asked
 
 
 def default_device() -> torch.device:

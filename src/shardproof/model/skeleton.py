@@ -55,7 +55,8 @@ def build_skeleton(
         attach_value_head(model)
     model.tie_weights()
     writers = compute_buffers(model)
-    computed = computed_values(model)
+    # Copies: on the CPU the model keeps these very tensors, and what is written into one must not change the other.
+    computed = {name: value.clone() for name, value in computed_values(model).items()}
     if lora is not None:
         inject_lora(model, lora)
         writers = {_with_base_layer(model, name): writer for name, writer in writers.items()}

@@ -64,7 +64,7 @@ def fsdp1_shards(root: nn.Module) -> list[LocalShard]:
 def check_fsdp1(skeleton: Skeleton, inventory: Inventory, settings: ShardSettings) -> None:
     """Raise for what FSDP1 itself cannot do."""
     tied = next((info for info in inventory.parameters if len(info.names) > 1), None)
-    if settings.mesh.size() == 1 and skeleton.has_lora and tied is not None:
+    if settings.shard_size == 1 and skeleton.has_lora and tied is not None:
         # On one rank FSDP1 does not shard, and then loses track of a frozen tied parameter in its second backward.
         message = f"strategy='fsdp1' on one rank cannot train adapters of a model that ties {tied.names}."
         raise fail("S214", "shard", message, tensor=tied.name, fix="use strategy='fsdp2'")

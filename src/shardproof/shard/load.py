@@ -19,7 +19,7 @@ from tqdm import tqdm
 from shardproof.checkpoint.reader import Checkpoint, SliceSource
 from shardproof.checkpoint.source import RandomInit, ResolvedSource
 from shardproof.dist.collectives import raise_together, together
-from shardproof.dist.launch import init_distributed, resolve_device
+from shardproof.dist.launch import init_distributed
 from shardproof.dist.sequence import make_sequence_group
 from shardproof.errors import error_for
 from shardproof.model.families import check_sequence_parallel
@@ -36,7 +36,14 @@ from shardproof.shard.memory import PeakMemory
 from shardproof.shard.plan import ShardPlan, plan_shards
 from shardproof.shard.resolve import agree, resolve_together
 from shardproof.shard.serve import ServedSource, exchange_requests, list_requests, serve
-from shardproof.shard.settings import FSDP1, LoadOptions, ShardSettings, make_settings
+from shardproof.shard.settings import (
+    FSDP1,
+    LoadOptions,
+    ShardSettings,
+    describe_mesh,
+    make_settings,
+    parse_device,
+)
 from shardproof.shard.sharded_model import LoadReceipt, ShardedModel
 from shardproof.shard.staging import Staging
 from shardproof.shard.torch_private import clean_name, sum_gradients
@@ -72,7 +79,7 @@ def load(
     options = LoadOptions(
         role=role,
         strategy=strategy,
-        device=resolve_device(device),
+        device=parse_device(device),
         param_dtype=param_dtype,
         compute_dtype=compute_dtype,
         reduce_dtype=reduce_dtype,
@@ -85,7 +92,9 @@ def load(
         attn_implementation=attn_implementation,
         experts_implementation=experts_implementation,
     )
-    init_distributed(options.device)
+    init_distributed(options.device if isinstance(options.device, torch.device) else None)
+    with together("settings"):
+        options.check()
     return _load(source, options, mesh, progress)
 
 
@@ -96,9 +105,7 @@ def _load(
     watch = _Stopwatch()
     with PeakMemory(options.device) as memory:
         with watch.stage("source"):
-            with together("settings"):
-                options.check()
-            agree("settings", "C003", "settings", options.described())
+            agree("settings", "C003", "settings", {**options.described(), "mesh": describe_mesh(mesh)})
             settings = make_settings(options, mesh)
             resolved, servers = resolve_together(source, options.revision, options.trust_remote_code)
         with watch.stage("skeleton"), together("skeleton"):

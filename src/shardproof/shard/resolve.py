@@ -33,7 +33,11 @@ def agree(stage: str, code: str, what: str, value: Any) -> None:
     rows = exchange(value)
     odd = [rank for rank, row in enumerate(rows) if row != rows[0]]
     if odd:
-        shown = f"rank 0 has {_short(rows[0])}, rank {odd[0]} has {_short(rows[odd[0]])}"
+        one, other = rows[0], rows[odd[0]]
+        if isinstance(one, dict) and isinstance(other, dict):
+            keys = [key for key in {**one, **other} if one.get(key) != other.get(key)]
+            one, other = ({key: row.get(key) for key in keys} for row in (one, other))
+        shown = f"rank 0 has {_short(one)}, rank {odd[0]} has {_short(other)}"
         raise fail(code, stage, f"{what} differ on ranks {odd}: {shown}.", rank=odd[0])
 
 
@@ -49,6 +53,10 @@ def resolve_together(
 
     Collective: every rank.
     """
+    with together("source"):
+        if not isinstance(source, str | os.PathLike | RandomInit):
+            raise fail("C001", "source", f"source={source!r} is not a folder, a hub id or a RandomInit.")
+    agree("source", "C003", "kinds of source", "random" if isinstance(source, RandomInit) else "checkpoint")
     if isinstance(source, RandomInit):
         with together("source"):
             resolved = resolve_random(source)
@@ -58,10 +66,10 @@ def resolve_together(
     with together("source"):
         folder = find_folder(source, revision)
     presence = exchange([socket.gethostname(), folder is not None])
-    if not any(has_files for _, has_files in presence):
-        raise fail(
-            "L101", "source", f"no rank finds {str(source)!r}: not a folder, nor in the hub or its cache."
-        )
+    with together("source"):  # ranks may name different folders, and must raise the same error
+        if not any(has_files for _, has_files in presence):
+            message = f"no rank finds {str(source)!r}: not a folder, nor in the hub or its cache."
+            raise fail("L101", "source", message)
     servers = choose_servers(presence)
     here: ResolvedSource | None = None
     with together("source"):
@@ -71,10 +79,17 @@ def resolve_together(
             )
         if folder is not None:
             here = resolve_folder(str(source), folder, trust_remote_code)
+    sample: str | None = None
+    with together("source"):
+        if here is not None and here.checkpoint is not None:
+            sample = here.checkpoint.sample_digest()
+    samples = exchange(sample)
     if servers:
         here = _receive_description(str(source), here, servers)
     assert here is not None and here.checkpoint is not None
-    agree("source", "L111", "checkpoints", [here.checkpoint.header_digest, _config_digest(here)])
+    # A rank that is served has no bytes of its own to sample: it answers for those of its server.
+    seen = samples[servers.get(dist.get_rank(), dist.get_rank())]
+    agree("source", "L111", "checkpoints", [here.checkpoint.header_digest, _config_digest(here), seen])
     return here, servers
 
 

@@ -22,6 +22,7 @@ from shardproof.errors import fail
 from shardproof.shard.local import LocalShard
 from shardproof.shard.materialise import list_reads
 from shardproof.shard.plan import ShardPlan
+from shardproof.shard.staging import Staging
 
 _BUCKET_BYTES = 64 * 2**20
 _FAILED = -1
@@ -48,7 +49,9 @@ def list_requests(plan: ShardPlan, shards: Sequence[LocalShard]) -> list[Request
             continue
         if isinstance(origin, BoxTensor):
             requests += [
-                (read.slice.source, read.slice.box) for read in list_reads(origin, shard.start, shard.stop)
+                (read.slice.source, read.slice.box)
+                for low, high in Staging.parts(shard, origin.dtype)
+                for read in list_reads(origin, low, high)
             ]
         elif isinstance(origin, WholeConversion):
             requests += [(name, ()) for names in origin.sources.values() for name in names]
@@ -70,17 +73,21 @@ def exchange_requests(mine: list[Request] | None) -> dict[int, list[Request]]:
 
 
 def serve(checkpoint: Checkpoint, requests: dict[int, list[Request]], servers: dict[int, int]) -> None:
-    """Send each rank that this one serves what it asked for. A failed read is announced, then raised."""
+    """Send each rank that this one serves what it asked for. A failed read is announced, then raised at the end."""
     group = control_group()
+    failure: Exception | None = None
     for rank in sorted(r for r in requests if servers[r] == dist.get_rank()):
         try:
             for bucket in _buckets(requests[rank], checkpoint):
                 payload = torch.cat([_raw(checkpoint, request) for request in bucket])
                 dist.send(torch.tensor([payload.numel()]), rank, group=group)
                 dist.send(payload, rank, group=group)
-        except Exception:
+        except Exception as error:
+            # The other ranks still wait for what they asked for.
             dist.send(torch.tensor([_FAILED]), rank, group=group)
-            raise
+            failure = failure or error
+    if failure is not None:
+        raise failure
 
 
 def _raw(checkpoint: Checkpoint, request: Request) -> torch.Tensor:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardproof.dist.launch import resolve_device
 from shardproof.dist.mesh import check_mesh, make_mesh
 from shardproof.errors import choose, fail
 from shardproof.model.roles import ROLES
@@ -37,6 +38,13 @@ class LoadOptions:
 
     def check(self) -> None:
         """Raise a ConfigError that names the setting that cannot be."""
+        if not isinstance(self.device, torch.device):
+            raise fail(
+                "C001",
+                "settings",
+                f"device={self.device!r} is not a torch device.",
+                fix="pass 'cpu', 'cuda' or 'cuda:N'",
+            )
         choose("settings", "role", self.role, ROLES)
         choose("settings", "strategy", self.strategy, STRATEGIES)
         for name in ("param_dtype", "compute_dtype", "reduce_dtype"):
@@ -51,8 +59,30 @@ class LoadOptions:
 
     def described(self) -> dict[str, str]:
         """The options as text, without this rank's own device number."""
-        values = {name: str(value) for name, value in vars(self).items()}
+        values = {name: _text(value) for name, value in vars(self).items()}
         return {**values, "device": self.device.type}
+
+
+def parse_device(device: Any) -> Any:
+    """The torch device that is asked for; what is none comes back as it is, for `check` to refuse on all ranks."""
+    try:
+        return resolve_device(device)
+    except (RuntimeError, TypeError):
+        return device
+
+
+def describe_mesh(mesh: DeviceMesh | None) -> str:
+    return "None" if mesh is None else f"{tuple(mesh.shape)} {mesh.mesh_dim_names}"
+
+
+def _text(value: Any) -> str:
+    """A value as text that is the same in every process: sets print in an order of their own."""
+    if isinstance(value, set | frozenset):
+        return "{" + ", ".join(sorted(map(_text, value))) + "}"
+    if is_dataclass(value) and not isinstance(value, type):
+        inner = ", ".join(f"{name}={_text(item)}" for name, item in sorted(vars(value).items()))
+        return f"{type(value).__name__}({inner})"
+    return str(value)
 
 
 @dataclass(frozen=True)

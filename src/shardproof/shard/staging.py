@@ -21,16 +21,23 @@ class Staging:
         self._free: list[torch.cuda.Event | None] = []
         self._turn = 0
 
+    @staticmethod
+    def parts(shard: LocalShard, source_dtype: torch.dtype) -> Iterator[tuple[int, int]]:
+        """The consecutive ranges that a shard is filled in; who reads for this rank reads them in the same order."""
+        size = shard.stop - shard.start
+        step = max(size, 1) if shard.flat.device.type == "cpu" else _STAGE_BYTES // source_dtype.itemsize
+        for low in range(shard.start, shard.stop, step):
+            yield low, min(low + step, shard.stop)
+
     def buffers(
         self, shard: LocalShard, source_dtype: torch.dtype
     ) -> Iterator[tuple[int, int, torch.Tensor]]:
         """(low, high, buffer) for consecutive parts of the shard; the caller fills `buffer` before it asks for more."""
         if shard.flat.device.type == "cpu":
-            yield shard.start, shard.stop, shard.flat
+            for low, high in self.parts(shard, source_dtype):
+                yield low, high, shard.flat[low - shard.start : high - shard.start]
             return
-        step = _STAGE_BYTES // source_dtype.itemsize
-        for low in range(shard.start, shard.stop, step):
-            high = min(low + step, shard.stop)
+        for low, high in self.parts(shard, source_dtype):
             pinned = self._take()
             buffer = pinned[: (high - low) * source_dtype.itemsize].view(source_dtype)
             yield low, high, buffer

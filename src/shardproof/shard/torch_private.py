@@ -6,6 +6,7 @@ tests/unit/test_private_interfaces.py fails when one of these moves.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -116,14 +117,16 @@ def fsdp1_shards(root: nn.Module) -> Iterator[tuple[str, torch.Size, int, int, t
         if handle is None:
             continue
         flat = handle.flat_param
-        offset = 0
         sharded = handle.uses_sharded_strategy
+        ends = accumulate(flat._numels_with_padding)  # between parameters FSDP1 pads to 16 bytes
+        offsets = (
+            end - n for end, n, pad in zip(ends, flat._numels_with_padding, flat._is_padding_mask) if not pad
+        )
         infos: Any = flat._shard_param_infos if sharded else [None] * len(flat._param_infos)
-        for info, shape, shard in zip(flat._param_infos, flat._shapes, infos, strict=True):
+        for info, shape, shard, offset in zip(flat._param_infos, flat._shapes, infos, offsets, strict=True):
             name = clean_name(f"{prefixes[info.module]}.{info.param_name}".lstrip("."))
             if not sharded:
                 yield name, shape, 0, shape.numel(), flat.data[offset : offset + shape.numel()]
-                offset += shape.numel()
             elif shard.in_shard:
                 at = shard.offset_in_shard
                 start = shard.intra_param_start_idx

@@ -77,6 +77,11 @@ class Batch:
         batch.columns = dict(columns)
         return batch
 
+    def sequence_indices(self) -> torch.Tensor:
+        """Which sequence each prediction belongs to."""
+        sizes = torch.tensor([length - 1 for length in self.lengths])
+        return torch.repeat_interleave(torch.arange(len(self)), sizes)
+
     def flat(self, name: str) -> torch.Tensor:
         """A column of all predictions in one row."""
         return torch.cat(self.columns[name])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Literal, overload
 
 import torch
 import torch.distributed as dist
@@ -40,6 +41,29 @@ class Scoring:
     @property
     def packed(self) -> bool:
         return self.attention == PACKED
+
+
+@overload
+def logprobs(
+    policy: ShardedModel,
+    sequences: Sequence[Sequence[int]],
+    temperature: float = ...,
+    adapters: bool = ...,
+    entropy: Literal[False] = ...,
+    micro_batch_tokens: int = ...,
+) -> list[torch.Tensor]: ...
+
+
+@overload
+def logprobs(
+    policy: ShardedModel,
+    sequences: Sequence[Sequence[int]],
+    temperature: float = ...,
+    adapters: bool = ...,
+    *,
+    entropy: Literal[True],
+    micro_batch_tokens: int = ...,
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]: ...
 
 
 def logprobs(

@@ -214,6 +214,8 @@ def _weighted_loss(
     columns = {name: to_device(micro_batch.flat(name), policy.device) for name in micro_batch.columns}
     weights = columns["weights"]
     counted = weights != 0
+    columns.setdefault("mask", counted.float())
+    columns["sequence"] = to_device(micro_batch.sequence_indices(), policy.device)
     token_loss, metrics = work.loss.function(scored, columns)
     # A token that does not count must not count as NaN either.
     total = torch.where(counted, weights * token_loss, 0.0).sum()

@@ -1,0 +1,1 @@
+"""Recipes: what a run is, checked before anything heavy is imported."""

@@ -1,0 +1,108 @@
+"""Recipes from TOML files and `key=value` overrides, with errors that name the nearest key."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import tomllib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from shardproof.config.schema import Recipe
+from shardproof.errors import fail
+
+
+def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """The recipe of a TOML file with overrides such as `train.steps=10` applied; raises a ConfigError."""
+    file = Path(path)
+    try:
+        data = tomllib.loads(file.read_text())
+    except OSError as error:
+        raise fail(
+            "C001", "recipe", f"{file} cannot be read: {error.strerror}.", fix="pass a recipe file"
+        ) from error
+    except tomllib.TOMLDecodeError as error:
+        raise fail("C001", "recipe", f"{file} is not valid TOML: {error}.", fix="repair the file") from error
+    for section, key in _PATHS:
+        _resolve(data.get(section), key, file.parent)
+    for override in overrides:
+        _apply(data, override)
+    return parse_recipe(data, str(file))
+
+
+# A recipe's own paths are relative to it, so that it works from any folder.
+_PATHS = (
+    ("model", "path"),
+    ("data", "train"),
+    ("data", "evaluation"),
+    ("reference", "path"),
+    ("critic", "path"),
+)
+
+
+def _resolve(section: Any, key: str, base: Path) -> None:
+    if isinstance(section, dict) and isinstance(section.get(key), str) and (base / section[key]).exists():
+        section[key] = str(base / section[key])
+
+
+def parse_recipe(data: dict[str, Any], label: str) -> Recipe:
+    """The checked recipe, or a ConfigError with every problem and, for unknown keys, the nearest valid one."""
+    try:
+        return Recipe.model_validate(data)
+    except ValidationError as error:
+        problems = [_explain(item) for item in error.errors()]
+        raise fail("C001", "recipe", f"{label}: " + "; ".join(problems), fix="repair these keys") from error
+
+
+def _apply(data: dict[str, Any], override: str) -> None:
+    key, separator, text = override.partition("=")
+    if not separator or not key:
+        raise fail(
+            "C001", "recipe", f"{override!r} is not of the form key=value.", fix="write section.key=value"
+        )
+    *sections, leaf = key.split(".")
+    target = data
+    for section in sections:
+        target = target.setdefault(section, {})
+        if not isinstance(target, dict):
+            raise fail("C001", "recipe", f"{key!r}: {section!r} is a value, not a section.")
+    target[leaf] = _value(text)
+
+
+def _value(text: str) -> Any:
+    """TOML's reading of a value; what TOML cannot read is a string."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _explain(problem: Any) -> str:
+    where = ".".join(str(part) for part in problem["loc"])
+    if problem["type"] == "extra_forbidden":
+        near = difflib.get_close_matches(where, list(all_keys(Recipe)), n=1, cutoff=0.4)
+        return f"unknown key {where!r}" + (f", did you mean {near[0]!r}?" if near else "")
+    if problem["type"] == "missing":
+        return f"{where!r} is missing"
+    message = problem["msg"].removeprefix("Value error, ")
+    return f"{where}: {message}" if where else message
+
+
+def all_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Every dotted key of a schema."""
+    for name, field in model.model_fields.items():
+        yield f"{prefix}{name}"
+        for part in [field.annotation, *getattr(field.annotation, "__args__", ())]:
+            if isinstance(part, type) and issubclass(part, BaseModel):
+                yield from all_keys(part, f"{prefix}{name}.")
+
+
+def to_json(recipe: Recipe) -> str:
+    return json.dumps(recipe.model_dump(mode="json"), indent=2)
+
+
+def from_json(text: str) -> Recipe:
+    return Recipe.model_validate(json.loads(text))

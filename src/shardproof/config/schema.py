@@ -1,0 +1,193 @@
+"""The schema of a recipe. Frozen, and free of torch: a recipe is checked in milliseconds."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Positive = Annotated[int, Field(gt=0)]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+DtypeName = Literal["float32", "bfloat16", "float16"]
+StrategyName = Literal["fsdp2", "fsdp1"]
+AlgorithmName = Literal[
+    "grpo", "dr_grpo", "dapo", "rloo", "reinforce_pp", "ppo", "gspo", "cispo", "sft"
+]  # fmt: skip
+
+
+class Section(BaseModel):
+    """A part of a recipe: unknown keys are errors, values do not change."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=False)
+
+
+class Lora(Section):
+    """Low-rank adapters."""
+
+    r: Positive = 16
+    alpha: Positive = 32
+    target_modules: list[str] | str = "all-linear"
+
+
+class Model(Section):
+    """The policy, and how it is sharded."""
+
+    path: str
+    strategy: StrategyName = "fsdp2"
+    replicate: Positive = 1
+    param_dtype: DtypeName = "float32"
+    compute_dtype: DtypeName = "bfloat16"
+    cpu_offload: bool = False
+    sequence_parallel: Positive = 1
+    checkpoint_activations: bool | int = False
+    lora: Lora | None = None
+    trust_remote_code: bool = False
+
+
+class Role(Section):
+    """Another role beside the policy. Empty values are the policy's."""
+
+    path: str | None = None
+    strategy: StrategyName | None = None
+    cpu_offload: bool | None = None
+    lr: float | None = None
+
+
+class Rollout(Section):
+    """How completions are made."""
+
+    engine: Literal["embedded", "sharded"] = "embedded"
+    group_size: Positive = 8
+    max_new_tokens: Positive = 256
+    temperature: Annotated[float, Field(gt=0.0)] = 1.0
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    batch_size: Positive = 256  # completions decoded at a time on a rank
+    offload_policy: bool = False  # move the policy to host memory while completions are made
+    canary_tolerance: Annotated[float, Field(gt=0.0)] = 0.5
+
+
+class Algorithm(Section):
+    """The algorithm and its numbers."""
+
+    name: AlgorithmName = "grpo"
+    clip_low: Fraction = 0.2
+    clip_high: float | None = None  # None: the algorithm's own
+    kl_coef: Annotated[float, Field(ge=0.0)] = 0.0
+    kl_in: Literal["loss", "reward"] = "loss"
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    entropy_coef: Annotated[float, Field(ge=0.0)] = 0.0
+    router_coef: Annotated[float, Field(ge=0.0)] = 0.0
+    tis_cap: float | None = 2.0  # truncated importance sampling between rollout and trainer; None: off
+    updates_per_batch: Positive = 1
+    gamma: Fraction = 1.0
+    gae_lambda: Fraction = 0.95
+    value_clip: float | None = 0.2
+    dynamic_sampling: bool = False  # drop groups whose rewards are all equal
+    overlong_from: int | None = (
+        None  # completion length from which reward is taken away, down to -1 at the limit
+    )
+
+
+class Reward(Section):
+    """A reward function and its weight."""
+
+    name: str
+    weight: float = 1.0
+
+
+class Data(Section):
+    """Prompts."""
+
+    train: str
+    evaluation: str | None = None
+    prompt_column: str = "prompt"
+    answer_column: str | None = "answer"
+    chat: bool = False
+    max_prompt_tokens: Positive | None = None
+
+
+class Rewards(Section):
+    """What completions are worth."""
+
+    functions: list[Reward] = Field(min_length=1)
+    timeout_s: Annotated[float, Field(gt=0.0)] = 10.0
+    num_workers: Positive = 2
+    on_error: Literal["zero", "stop"] = "zero"
+
+
+class Optimizer(Section):
+    """AdamW and its schedule."""
+
+    lr: Annotated[float, Field(gt=0.0)] = 1e-6
+    weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
+    betas: tuple[float, float] = (0.9, 0.95)
+    schedule: Literal["constant", "cosine"] = "constant"
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    max_grad_norm: float | None = 1.0
+
+
+class Train(Section):
+    """How long, how much at a time."""
+
+    steps: Positive
+    prompts_per_step: Positive = 32
+    micro_batch_tokens: Positive = 8192
+    seed: int = 0
+    ranks: Positive | None = None  # processes on this node; None: one a GPU, or 1
+    max_consecutive_skips: Positive = 3
+
+
+class Output(Section):
+    """What a run leaves behind."""
+
+    folder: str
+    save_every: Annotated[int, Field(ge=0)] = 50
+    keep: Positive = 2
+    eval_every: Annotated[int, Field(ge=0)] = 0
+    eval_samples: Positive = 1  # completions a held-out prompt; 1 is greedy, more are sampled, for pass@k
+    eval_prompts: Positive = 64
+    samples_per_step: Annotated[int, Field(ge=0)] = 4
+    save_model: bool = True
+    tensorboard: bool = True
+
+
+class Recipe(Section):
+    """A whole run."""
+
+    model: Model
+    data: Data
+    reward: Rewards
+    rollout: Rollout = Rollout()
+    algorithm: Algorithm = Algorithm()
+    optimizer: Optimizer = Optimizer()
+    train: Train
+    output: Output
+    reference: Role | None = None
+    critic: Role | None = None
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Recipe:
+        """Combinations that cannot work, refused before anything starts."""
+        name = self.algorithm.name
+        grouped = name in ("grpo", "dr_grpo", "dapo", "rloo", "gspo", "cispo")
+        if grouped and self.rollout.group_size < 2:
+            raise ValueError(
+                f"rollout.group_size=1: {name} compares completions of one prompt and needs at least 2"
+            )
+        if name != "ppo" and self.critic is not None:
+            raise ValueError(f"critic: {name} has no critic; remove the section or use algorithm.name='ppo'")
+        if self.rollout.offload_policy and self.rollout.engine == "sharded":
+            raise ValueError(
+                "rollout.offload_policy: the sharded engine samples from the policy, which must stay"
+            )
+        if (
+            self.algorithm.overlong_from is not None
+            and self.algorithm.overlong_from >= self.rollout.max_new_tokens
+        ):
+            raise ValueError("algorithm.overlong_from must be below rollout.max_new_tokens")
+        if self.train.prompts_per_step % self.algorithm.updates_per_batch:
+            raise ValueError(
+                f"train.prompts_per_step={self.train.prompts_per_step} is not divisible by "
+                f"algorithm.updates_per_batch={self.algorithm.updates_per_batch}"
+            )
+        return self

@@ -1,0 +1,1 @@
+"""Reinforcement learning on a sharded model: data, rewards, advantages, and the loop."""

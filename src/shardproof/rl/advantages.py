@@ -1,0 +1,68 @@
+"""Advantages as pure functions of rewards. Shapes: P prompts, G completions each, T tokens."""
+
+from __future__ import annotations
+
+import torch
+
+
+def group_normalised(rewards_PG: torch.Tensor, eps: float = 1e-4) -> torch.Tensor:
+    """GRPO: (r - mean) / std inside each prompt's group."""
+    mean_P1 = rewards_PG.mean(dim=1, keepdim=True)
+    std_P1 = rewards_PG.std(dim=1, keepdim=True, unbiased=False)
+    return (rewards_PG - mean_P1) / (std_P1 + eps)
+
+
+def group_centred(rewards_PG: torch.Tensor) -> torch.Tensor:
+    """Dr. GRPO: r - mean. Dividing by the deviation would favour prompts that are nearly solved or nearly lost."""
+    return rewards_PG - rewards_PG.mean(dim=1, keepdim=True)
+
+
+def leave_one_out(rewards_PG: torch.Tensor) -> torch.Tensor:
+    """RLOO: r minus the mean of the group's other completions."""
+    size = rewards_PG.shape[1]
+    return group_centred(rewards_PG) * size / (size - 1)
+
+
+def batch_normalised(returns: torch.Tensor, counted: torch.Tensor, eps: float = 1e-8) -> torch.Tensor:
+    """REINFORCE++ and PPO: (x - mean) / std over all counted tokens of the global batch."""
+    values = returns[counted]
+    return (returns - values.mean()) / (values.std(unbiased=False) + eps)
+
+
+def gae(
+    rewards_T: torch.Tensor, values_T: torch.Tensor, gamma: float, lam: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(advantages, returns) of one completion by generalised advantage estimation; nothing follows the last token."""
+    advantages_T = torch.zeros_like(rewards_T)
+    following = torch.zeros(())
+    for t in range(len(rewards_T) - 1, -1, -1):
+        next_value = values_T[t + 1] if t + 1 < len(values_T) else torch.zeros(())
+        delta = rewards_T[t] + gamma * next_value - values_T[t]
+        following = delta + gamma * lam * following
+        advantages_T[t] = following
+    return advantages_T, advantages_T + values_T
+
+
+def discounted(rewards_T: torch.Tensor, gamma: float) -> torch.Tensor:
+    """The return from each token on."""
+    returns_T = torch.zeros_like(rewards_T)
+    following = torch.zeros(())
+    for t in range(len(rewards_T) - 1, -1, -1):
+        following = rewards_T[t] + gamma * following
+        returns_T[t] = following
+    return returns_T
+
+
+def kl_estimate(logps: torch.Tensor, ref_logps: torch.Tensor, kind: str) -> torch.Tensor:
+    """KL(policy || reference) from samples of the policy: k1 unbiased, k2 low variance, k3 both and never negative."""
+    difference = logps - ref_logps
+    if kind == "k1":
+        return difference
+    if kind == "k2":
+        return 0.5 * difference**2
+    return torch.exp(-difference) + difference - 1.0
+
+
+def overlong_penalty(length: int, start: int, limit: int) -> float:
+    """DAPO: 0 up to `start` tokens, then linearly down to -1 at `limit`."""
+    return -min(1.0, max(0.0, (length - start) / (limit - start)))

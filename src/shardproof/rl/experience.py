@@ -1,0 +1,260 @@
+"""From prompts to experience: completions, rewards, advantages, and the columns of a batch."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from shardproof.dist.collectives import exchange, together
+from shardproof.errors import fail
+from shardproof.rl import advantages as adv
+from shardproof.rl.algorithms import ALGORITHMS
+from shardproof.rl.data import Prompt, sample_seed
+from shardproof.rl.setup import Run
+from shardproof.rollout.engine import Completion, Request, Sampling
+from shardproof.train.batching import Batch
+from shardproof.train.score import logprobs, values
+
+_MAX_ROUNDS = 4  # of sampling, when groups without a signal are dropped
+
+
+@dataclass
+class Group:
+    """A prompt's completions and what they are worth."""
+
+    index: int  # of the prompt in the global batch
+    prompt: Prompt
+    completions: list[Completion]
+    texts: list[str]
+    rewards: list[float]
+    parts: list[dict[str, float]]
+
+
+@dataclass
+class Experience:
+    """This rank's part of a step's experience, and the metrics of the whole of it."""
+
+    groups: list[Group]
+    batch: Batch
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+def collect(run: Run, step: int) -> Experience:
+    """Sample, score and weigh one step's prompts. Collective: every rank."""
+    groups: list[Group] = []
+    facts = ALGORITHMS[run.recipe.algorithm.name]
+    drop = facts.dynamic_sampling or run.recipe.algorithm.dynamic_sampling
+    wanted = run.recipe.train.prompts_per_step
+    num_seen = num_kept = 0
+    for round_number in range(_MAX_ROUNDS if drop else 1):
+        first = round_number * wanted
+        indices = run.stream.take(wanted)
+        mine = [(first + i, run.prompts[row]) for i, row in enumerate(indices)][
+            run.data_rank :: run.data_size
+        ]
+        fresh = sample_groups(run, mine, step, run.recipe.rollout.group_size, run.sampling)
+        kept = [group for group in fresh if not drop or len(set(group.rewards)) > 1]
+        groups += kept
+        num_seen += wanted
+        num_kept += sum(exchange(len(kept))) // run.policy.model.sequence_parallel
+        if num_kept >= wanted:
+            break
+    experience = Experience(groups, _batch(run, groups), _reward_metrics(run, groups))
+    experience.metrics["prompts/kept"] = num_kept / num_seen
+    return experience
+
+
+def sample_groups(
+    run: Run, mine: Sequence[tuple[int, Prompt]], step: int, size: int, sampling: Sampling
+) -> list[Group]:
+    """`size` completions of each of this rank's prompts, with rewards. Collective: every rank."""
+    seed = run.recipe.train.seed
+    requests = [
+        Request(p.tokens, sample_seed(seed, step, i * size + g)) for i, p in mine for g in range(size)
+    ]
+    completions = _generate(run, requests, sampling)
+    texts = [_text(run, completion) for completion in completions]
+    samples = [(mine[k // size][1].text, text, mine[k // size][1].row) for k, text in enumerate(texts)]
+    with together("reward"):
+        scored = run.rewards.score(samples)
+    penalties = [_overlong(run, completion) for completion in completions]
+    groups = []
+    for k, (index, prompt) in enumerate(mine):
+        part = slice(k * size, (k + 1) * size)
+        rewards = [s.total + penalty for s, penalty in zip(scored[part], penalties[part], strict=True)]
+        parts = [dict(s.parts) for s in scored[part]]
+        groups.append(Group(index, prompt, completions[part], texts[part], rewards, parts))
+    return groups
+
+
+def _generate(run: Run, requests: list[Request], sampling: Sampling) -> list[Completion]:
+    """Completions in batches, as many calls on every rank; older weights than the policy's are refused."""
+    size = run.recipe.rollout.batch_size
+    num_calls = max(exchange(-(-len(requests) // size)))
+    completions: list[Completion] = []
+    with _lending(run):
+        for call in range(num_calls):
+            completions += run.engine.generate(requests[call * size : (call + 1) * size], sampling)
+    stale = [c.version for c in completions if c.version != run.policy.model.version]
+    if any(exchange(bool(stale))):
+        message = f"completions come from version {stale[:1] or 'of another rank'}, the policy is {run.policy.model.version}."
+        raise fail("R501", "rollout", message)
+    return completions
+
+
+@contextmanager
+def _lending(run: Run) -> Iterator[None]:
+    """Lend the policy's device memory to the engine inside the block, if the recipe says so."""
+    if not run.recipe.rollout.offload_policy:
+        yield
+        return
+    run.policy.model.offload(run.policy.optimizer)
+    try:
+        yield
+    finally:
+        run.policy.model.onload()
+
+
+def _text(run: Run, completion: Completion) -> str:
+    tokens = completion.tokens[:-1] if completion.finished else completion.tokens
+    return run.tokenizer.decode(tokens, skip_special_tokens=True)
+
+
+def _overlong(run: Run, completion: Completion) -> float:
+    start = run.recipe.algorithm.overlong_from
+    if start is None:
+        return 0.0
+    return adv.overlong_penalty(len(completion.tokens), start, run.sampling.max_new_tokens)
+
+
+def _batch(run: Run, groups: Sequence[Group]) -> Batch:
+    """Sequences and columns of this rank's groups. Collective: every rank."""
+    sequences, mask, rollout = [], [], []
+    for group in groups:
+        for completion in group.completions:
+            prompt = len(group.prompt.tokens)
+            sequences.append([*group.prompt.tokens, *completion.tokens])
+            mask.append(torch.cat([torch.zeros(prompt - 1), torch.ones(len(completion.tokens))]))
+            rollout.append(torch.cat([torch.zeros(prompt - 1), torch.tensor(completion.logprobs)]))
+    columns: dict[str, Any] = {"mask": mask, "rollout_logps": rollout}
+    columns |= _scores(run, sequences)
+    batch = Batch(sequences, **columns)
+    token_rewards = _token_rewards(run, groups, batch)
+    return _with_advantages(run, groups, batch, token_rewards)
+
+
+def _scores(run: Run, sequences: list[list[int]]) -> dict[str, Any]:
+    """Log-probs of the reference and of the policy before its updates, and the critic's values, where needed."""
+    settings, temperature = run.recipe.algorithm, run.sampling.temperature
+    size = run.recipe.train.micro_batch_tokens
+    found: dict[str, Any] = {}
+    if settings.kl_coef > 0:
+        # One temperature for policy and reference: a KL between differently scaled distributions means nothing.
+        model = run.reference if run.reference is not None else run.policy.model
+        adapters = run.reference is not None
+        found["ref_logps"] = logprobs(model, sequences, temperature, adapters, micro_batch_tokens=size)
+    if settings.updates_per_batch > 1 or (settings.kl_coef > 0 and settings.kl_in == "reward"):
+        found["old_logps"] = logprobs(run.policy.model, sequences, temperature, micro_batch_tokens=size)
+    if run.critic is not None:
+        found["values"] = values(run.critic.model, sequences, micro_batch_tokens=size)
+    return found
+
+
+def _token_rewards(run: Run, groups: Sequence[Group], batch: Batch) -> list[torch.Tensor]:
+    """Each sequence's reward on its last token, less the KL of each token if that belongs to the reward."""
+    settings = run.recipe.algorithm
+    rewards = [reward for group in groups for reward in group.rewards]
+    rows = []
+    for k, mask in enumerate(batch.columns["mask"]):
+        row = torch.zeros_like(mask)
+        row[-1] = rewards[k]
+        if settings.kl_coef > 0 and settings.kl_in == "reward":
+            old, ref = batch.columns["old_logps"][k], batch.columns["ref_logps"][k]
+            row -= settings.kl_coef * adv.kl_estimate(old, ref, settings.kl_estimator) * mask
+        rows.append(row)
+    return rows
+
+
+def _with_advantages(
+    run: Run, groups: Sequence[Group], batch: Batch, token_rewards: list[torch.Tensor]
+) -> Batch:
+    kind = ALGORITHMS[run.recipe.algorithm.name].advantages
+    masks = batch.columns["mask"]
+    if kind == "gae":
+        return _gae(run, batch, token_rewards)
+    if kind == "batch":
+        returns = [
+            adv.discounted(row, run.recipe.algorithm.gamma) * m
+            for row, m in zip(token_rewards, masks, strict=True)
+        ]
+        return batch.with_column("advantages", _normalised_over_batch(returns, masks))
+    totals = [float(row.sum()) for row in token_rewards]
+    size = run.recipe.rollout.group_size
+    function = {
+        "normalised": adv.group_normalised,
+        "centred": adv.group_centred,
+        "leave_one_out": adv.leave_one_out,
+    }[kind]
+    rows = function(torch.tensor(totals).view(-1, size)).flatten() if totals else torch.empty(0)
+    return batch.with_column("advantages", [a * mask for a, mask in zip(rows, masks, strict=True)])
+
+
+def _gae(run: Run, batch: Batch, token_rewards: list[torch.Tensor]) -> Batch:
+    settings = run.recipe.algorithm
+    advantages, returns = [], []
+    for row, value, mask in zip(token_rewards, batch.columns["values"], batch.columns["mask"], strict=True):
+        counted = mask.bool()
+        a, r = torch.zeros_like(row), torch.zeros_like(row)
+        a[counted], r[counted] = adv.gae(row[counted], value[counted], settings.gamma, settings.gae_lambda)
+        advantages.append(a)
+        returns.append(r)
+    batch = batch.with_column("returns", returns)
+    return batch.with_column("advantages", _normalised_over_batch(advantages, batch.columns["mask"]))
+
+
+def _normalised_over_batch(rows: list[torch.Tensor], masks: list[torch.Tensor]) -> list[torch.Tensor]:
+    """(x - mean) / std over the counted tokens of every rank. Collective: every rank."""
+    counted = (
+        torch.cat([row[mask.bool()] for row, mask in zip(rows, masks, strict=True)])
+        if rows
+        else torch.empty(0)
+    )
+    parts = exchange([float(counted.double().sum()), float(counted.double().square().sum()), counted.numel()])
+    total, square, number = (sum(part[k] for part in parts) for k in range(3))
+    mean = total / max(number, 1)
+    std = max(square / max(number, 1) - mean**2, 0.0) ** 0.5
+    return [(row - mean) / (std + 1e-8) * mask for row, mask in zip(rows, masks, strict=True)]
+
+
+def _reward_metrics(run: Run, groups: Sequence[Group]) -> dict[str, float]:
+    """Rewards and lengths of the global batch. Collective: every rank."""
+    mine = {
+        "rewards": [reward for group in groups for reward in group.rewards],
+        "lengths": [len(c.tokens) for group in groups for c in group.completions],
+        "finished": [c.finished for group in groups for c in group.completions],
+        "spread": [statistics.pstdev(group.rewards) for group in groups],
+        "parts": [part for group in groups for part in group.parts],
+    }
+    rows = exchange(mine)[:: run.policy.model.sequence_parallel]
+    merged = {key: [value for row in rows for value in row[key]] for key in mine}
+    metrics = {
+        "reward/mean": _mean(merged["rewards"]),
+        "reward/std": statistics.pstdev(merged["rewards"]) if merged["rewards"] else 0.0,
+        "reward/group_std": _mean(merged["spread"]),
+        "completion/length": _mean(merged["lengths"]),
+        "completion/finished": _mean(merged["finished"]),
+    }
+    for name in {name for part in merged["parts"] for name in part}:
+        metrics[f"reward/{name.rpartition(':')[2]}"] = _mean(
+            [part.get(name, 0.0) for part in merged["parts"]]
+        )
+    return metrics
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0

@@ -1,0 +1,1 @@
+"""Rollout engines: completions for prompts, and weights that are known to have arrived."""

@@ -1,0 +1,126 @@
+"""Batched decoding with a KV cache. What is drawn for a request depends on its seed and position, never on the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import DynamicCache
+
+from shardproof.rollout.engine import Completion, Request, Sampling
+
+# (input_ids, attention_mask, position_ids, cache) -> logits of the last position, [rows, vocabulary]
+Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, DynamicCache], torch.Tensor]
+# (work is left on this rank) -> some rank has work left; the step is then run by all
+AnyoneLeft = Callable[[bool], bool]
+
+
+def decode(
+    forward: Forward,
+    requests: Sequence[Request],
+    sampling: Sampling,
+    *,
+    config: Any,
+    device: torch.device,
+    version: int,
+    anyone_left: AnyoneLeft | None = None,
+    idle: Callable[[], None] | None = None,
+) -> list[Completion]:
+    """Complete all requests in one batch; a finished one leaves it.
+
+    With `anyone_left` every forward is collective: a rank that is done runs `idle` until the others are too.
+    """
+    batch = _Running(requests, config, device)
+    for step in range(sampling.max_new_tokens):
+        left = bool(batch.rows)
+        if not (anyone_left(left) if anyone_left is not None else left):
+            break
+        if not left:
+            assert idle is not None
+            idle()
+            continue
+        logits = forward(batch.input_ids, batch.attention_mask, batch.position_ids, batch.cache)
+        tokens, logprobs = draw(logits.float(), [requests[row].seed for row in batch.rows], step, sampling)
+        batch.advance(tokens, logprobs, sampling)
+    return [
+        Completion(tuple(tokens), tuple(logprobs), finished, version)
+        for tokens, logprobs, finished in zip(batch.tokens, batch.logprobs, batch.finished, strict=True)
+    ]
+
+
+class _Running:
+    """The rows that are still being completed: prompts padded on the left, one cache for all."""
+
+    def __init__(self, requests: Sequence[Request], config: Any, device: torch.device):
+        self.rows = list(range(len(requests)))
+        self.tokens: list[list[int]] = [[] for _ in requests]
+        self.logprobs: list[list[float]] = [[] for _ in requests]
+        self.finished = [False] * len(requests)
+        self.cache = DynamicCache(config=config)
+        if not requests:
+            return
+        longest = max(len(request.tokens) for request in requests)
+        ids = torch.zeros(len(requests), longest, dtype=torch.int64)
+        mask = torch.zeros_like(ids)
+        for row, request in enumerate(requests):
+            ids[row, longest - len(request.tokens) :] = torch.tensor(request.tokens)
+            mask[row, longest - len(request.tokens) :] = 1
+        self.input_ids, self.attention_mask = ids.to(device), mask.to(device)
+        self.position_ids = (self.attention_mask.cumsum(1) - 1).clamp(min=0)
+
+    def advance(self, tokens: torch.Tensor, logprobs: torch.Tensor, sampling: Sampling) -> None:
+        """Append a token to each row, drop the rows that are done, and set up the next forward."""
+        keep = []
+        for index, (row, token, logprob) in enumerate(
+            zip(self.rows, tokens.tolist(), logprobs.tolist(), strict=True)
+        ):
+            self.tokens[row].append(token)
+            self.logprobs[row].append(logprob)
+            self.finished[row] = token in sampling.stop_ids
+            if not self.finished[row] and len(self.tokens[row]) < sampling.max_new_tokens:
+                keep.append(index)
+        chosen = torch.tensor(keep, dtype=torch.int64, device=tokens.device)
+        if len(keep) < len(self.rows):
+            self.rows = [self.rows[index] for index in keep]
+            self.attention_mask = self.attention_mask[chosen]
+            if keep:
+                self.cache.batch_select_indices(chosen)
+        self.input_ids = tokens[chosen, None]
+        self.position_ids = self.position_ids[chosen, -1:] + 1
+        self.attention_mask = torch.cat([self.attention_mask, torch.ones_like(self.input_ids)], dim=1)
+
+
+def draw(
+    logits: torch.Tensor, seeds: Sequence[int], step: int, sampling: Sampling
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(token, its log-prob) for each row, from one uniform number a row that only its seed and the step decide."""
+    if sampling.temperature == 0:
+        every = torch.log_softmax(logits, dim=-1)
+        tokens = logits.argmax(dim=-1)
+        return tokens, every.gather(1, tokens[:, None]).squeeze(1)
+    every = torch.log_softmax(logits / sampling.temperature, dim=-1)
+    probs = every.exp()
+    if sampling.top_p < 1.0:
+        probs = _nucleus(probs, sampling.top_p)
+        every = torch.log(probs)
+    uniform = torch.tensor([_uniform(seed, step) for seed in seeds], device=logits.device)
+    cumulative = probs.double().cumsum(dim=-1)
+    # The last entry is 1 up to rounding; scaling by it keeps the draw inside the vocabulary.
+    tokens = torch.searchsorted(cumulative, (uniform * cumulative[:, -1])[:, None], right=True).squeeze(1)
+    tokens = tokens.clamp(max=logits.shape[-1] - 1)
+    return tokens, every.gather(1, tokens[:, None]).squeeze(1)
+
+
+def _nucleus(probs: torch.Tensor, top_p: float) -> torch.Tensor:
+    """The most likely tokens that together reach `top_p`, renormalised."""
+    ordered, order = probs.sort(dim=-1, descending=True)
+    outside = ordered.cumsum(-1) - ordered >= top_p
+    kept = probs.masked_fill(torch.zeros_like(outside).scatter(1, order, outside), 0.0)
+    return kept / kept.sum(-1, keepdim=True)
+
+
+def _uniform(seed: int, step: int) -> float:
+    """A number in [0, 1) that depends on (seed, step) alone."""
+    return float(np.random.Generator(np.random.Philox(key=seed, counter=step)).random())

@@ -1,0 +1,222 @@
+"""Engines without a server: a replica of the policy in this process, or the sharded policy itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import deepcopy
+
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+
+from shardproof.checkpoint.boxes import Piece, orient
+from shardproof.checkpoint.mapping import CheckpointMap, map_checkpoint
+from shardproof.checkpoint.reader import TensorEntry
+from shardproof.dist.collectives import exchange, raise_together
+from shardproof.errors import fail
+from shardproof.export.manifest import ExportReceipt
+from shardproof.export.stream import WeightStream
+from shardproof.findings import Finding
+from shardproof.model import hf_private
+from shardproof.model.buffers import compute_buffers
+from shardproof.rollout.decode import decode
+from shardproof.rollout.engine import Completion, Request, Sampling
+from shardproof.shard.sharded_model import ShardedModel
+
+
+class EmbeddedEngine:
+    """A whole replica of the policy in this process, in the policy's compute dtype. Every rank has its own."""
+
+    def __init__(self, policy: ShardedModel):
+        self.device = policy.device
+        self.version = -1
+        self.model = _empty_replica(policy)
+        self._inlet = _Inlet(self.model, WeightStream(policy, policy.settings.compute_dtype))
+
+    def load_weights(self, stream: WeightStream) -> ExportReceipt:
+        """Write a stream into the replica; every element must arrive exactly once. Collective: every rank."""
+        with stream:
+            self._inlet.take(stream)
+        assert stream.receipt is not None
+        self.version = stream.receipt.version
+        return stream.receipt
+
+    @torch.no_grad()
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
+        """Complete this rank's requests. Not collective: each rank has its replica."""
+        if self.version < 0:
+            raise fail("R501", "generate", "the engine has no weights yet.")
+        return decode(
+            self._forward,
+            requests,
+            sampling,
+            config=self.model.config,
+            device=self.device,
+            version=self.version,
+        )
+
+    def _forward(
+        self, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor, cache: DynamicCache
+    ) -> torch.Tensor:
+        output = self.model(
+            input_ids=ids,
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        return output.logits[:, -1]
+
+
+class ShardedEngine:
+    """Generation straight from the FSDP module, for a policy whose replica does not fit.
+
+    Every token gathers the whole model once, so all ranks decode in step until the last one is done.
+    """
+
+    def __init__(self, policy: ShardedModel):
+        self.policy = policy
+
+    @property
+    def version(self) -> int:
+        return self.policy.version
+
+    def load_weights(self, stream: WeightStream) -> ExportReceipt:
+        """Nothing to load: the engine samples from the policy itself. The receipt says what it holds."""
+        for _ in stream:
+            pass
+        assert stream.receipt is not None
+        return stream.receipt
+
+    @torch.no_grad()
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
+        """Complete this rank's requests. Collective: every rank, with as many or as few requests as it has."""
+        was_training = self.policy.module.training
+        self.policy.module.eval()
+        try:
+            return decode(
+                self._forward,
+                requests,
+                sampling,
+                config=self.policy.model.config,
+                device=self.policy.device,
+                version=self.version,
+                anyone_left=lambda left: any(exchange(left)),
+                idle=self._idle,
+            )
+        finally:
+            self.policy.module.train(was_training)
+
+    def _forward(
+        self, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor, cache: DynamicCache
+    ) -> torch.Tensor:
+        output = self.policy.module(
+            task="logits",
+            input_ids=ids,
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        return output.logits[:, -1]
+
+    def _idle(self) -> None:
+        self.policy.module(
+            task="logits", input_ids=torch.zeros(1, 1, dtype=torch.int64, device=self.policy.device)
+        )
+
+
+def _empty_replica(policy: ShardedModel) -> PreTrainedModel:
+    """The policy's model without adapters, unwritten, in its compute dtype; buffers computed as their modules do."""
+    config = deepcopy(policy.model.config)
+    with torch.device("meta"), hf_private.no_init_weights():
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.tie_weights()
+    compute_buffers(model)
+    dtype = policy.settings.compute_dtype
+    replaced: dict[torch.Tensor, torch.nn.Parameter] = {}
+    for module in model.modules():
+        for name, param in module._parameters.items():
+            if param is not None:
+                if param not in replaced:
+                    empty = torch.full(param.shape, float("nan"), dtype=dtype, device=policy.device)
+                    replaced[param] = torch.nn.Parameter(empty, requires_grad=False)
+                module._parameters[name] = replaced[param]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                placed = (
+                    torch.zeros_like(buffer, device=policy.device)
+                    if buffer.is_meta
+                    else buffer.to(policy.device)
+                )
+                module._buffers[name] = placed
+    return model.eval()
+
+
+class _Inlet:
+    """Where each tensor of a stream belongs in a plain model, and proof that all of it was written."""
+
+    def __init__(self, model: PreTrainedModel, stream: WeightStream):
+        state = model.state_dict(keep_vars=True)
+        entries = {meta.name: TensorEntry("", meta.dtype, meta.shape, 0, 0) for meta in stream.metadata()}
+        self._model = model
+        self._map: CheckpointMap = map_checkpoint(model, dict(state), entries)
+        self._targets: dict[str, list[tuple[torch.Tensor, Piece]]] = {}
+        self._wanted = {id(tensor): (name, tensor.numel()) for name, tensor in state.items()}
+        self._state = state
+        for name, boxes in self._map.boxes.items():
+            for piece in boxes.pieces:
+                self._targets.setdefault(piece.source, []).append((state[name], piece))
+
+    @torch.no_grad()
+    def take(self, stream: WeightStream) -> None:
+        """Write the stream's tensors. Raises on every rank if an element was missed or written twice."""
+        written: dict[int, int] = dict.fromkeys(self._wanted, 0)
+        whole = {
+            source
+            for conversion in self._map.whole.values()
+            for n in conversion.sources.values()
+            for source in n
+        }
+        kept: dict[str, torch.Tensor] = {}
+        for name, tensor in stream:
+            if name in whole:
+                kept[name] = tensor.clone()
+            for target, piece in self._targets.get(name, []):
+                written[id(target)] += _put(target, piece, tensor)
+        for name, conversion in self._map.whole.items():
+            self._state[name].copy_(conversion.convert(_Kept(kept), self._model))
+            written[id(self._state[name])] += self._state[name].numel()
+        wrong = [(n, size, written[key]) for key, (n, size) in self._wanted.items() if written[key] != size]
+        findings = [
+            Finding("R502", "load_weights", f"{n!r}: {got} of {size} elements were written.", tensor=n)
+            for n, size, got in wrong[:3]
+        ]
+        raise_together(findings)
+
+
+class _Kept:
+    """Whole tensors by name, as a source of slices."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]):
+        self._tensors = tensors
+
+    def whole(self, name: str) -> torch.Tensor:
+        return self._tensors[name]
+
+    def view(self, name: str, box: tuple[tuple[int, int], ...]) -> torch.Tensor:
+        return self._tensors[name][tuple(slice(a, b) for a, b in box)]
+
+
+def _put(target: torch.Tensor, piece: Piece, source: torch.Tensor) -> int:
+    """Copy one piece into its place; returns how many elements it has."""
+    out_dim = {source_dim: dim for dim, source_dim in enumerate(piece.dims) if source_dim >= 0}
+    box = tuple(
+        slice(start, start + (piece.shape[out_dim[dim]] if dim in out_dim else 1))
+        for dim, start in enumerate(piece.source_start)
+    )
+    where = tuple(slice(a, a + n) for a, n in zip(piece.start, piece.shape, strict=True))
+    value = orient(source[box], piece.dims)
+    target[where].copy_(value)
+    return value.numel()
