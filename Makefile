@@ -18,7 +18,7 @@ export TRANSFORMERS_VERBOSITY := error
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 
 .DEFAULT_GOAL := test
-.PHONY: setup demo lint test-core test format clean
+.PHONY: setup demo browser lint test-core test format clean
 
 setup: $(STAMP)
 
@@ -39,7 +39,11 @@ lint: $(STAMP)
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/codespell
 
-test-core: $(STAMP)
+# The report's page is opened in a real browser by a test.
+browser:
+	@command -v chromium >/dev/null || { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium; }
+
+test-core: $(STAMP) browser
 	$(BIN)/python -m pytest tests -q -m "not gpu" --ignore=tests/gpu --ignore=tests/vllm $(PYTEST_ARGS)
 
 test: lint test-core $(EXTRA_STAGES)

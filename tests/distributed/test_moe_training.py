@@ -97,7 +97,7 @@ def test_balancing_loss_is_added_as_transformers_adds_it(checkpoints, family):
     ((plain, without),) = run_ranks(1, descend_with_router, folder, {}, 0.0)
     assert plain.loss == pytest.approx(loss, abs=TOLERANCE)
     routers = [
-        name for name in gradients if name.endswith(("gate.weight", "router.weight", "router.layer.weight"))
+        name for name in gradients if name.endswith((".gate.weight", "router.weight", "router.layer.weight"))
     ]
     assert len(routers) == 2
     for name in routers:

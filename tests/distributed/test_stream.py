@@ -13,10 +13,17 @@ from transformers import AutoModelForCausalLM
 
 import shardproof as sp
 from shardproof.digest import digest
+from shardproof.export.shared import read_shared
 from shardproof.shard.holdings import local_shards
-from tests.distributed.test_load import local_parameters
+from tests.distributed.test_load import (
+    InterleavedConfig,
+    InterleavedForCausalLM,
+    local_parameters,
+    register_interleaved,
+    replicated_mesh,
+)
 from tests.faults.test_bad_checkpoints import assert_all_raise
-from tests.models import EXTRA_FAMILIES, FAMILIES, make_checkpoint, tiny_config
+from tests.models import EXTRA_FAMILIES, FAMILIES, make_checkpoint, make_model, tiny_config
 from tests.ranks import run_ranks, run_ranks_outcomes
 
 ALL_FAMILIES = FAMILIES + EXTRA_FAMILIES
@@ -58,7 +65,7 @@ def read_folder(folder):
 
 
 def load(source, replicas=1, **options):
-    mesh = sp.make_mesh(replicate=replicas) if replicas > 1 else None
+    mesh = replicated_mesh(replicas) if replicas > 1 else None
     return sp.load(source, mesh=mesh, compute_dtype=torch.float32, progress=False, **options)
 
 
@@ -171,6 +178,39 @@ def test_checkpoint_dtype_goes_tensor_by_tensor(tmp_path):
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
     for reply in run_ranks(2, export_families, {"mixed": folder}, 1, {}, [{"dtype": "checkpoint"}]):
         assert differences(dict(reply["mixed"][0][1]), stored) == []
+
+
+def make_interleaved(folder, dtype):
+    """A checkpoint of a family with a conversion that no slice of a tensor can be put through alone."""
+    register_interleaved()
+    settings = {name: value for name, value in tiny_config("llama").to_dict().items() if name != "model_type"}
+    model = InterleavedForCausalLM(InterleavedConfig(**settings)).to(dtype)
+    model.load_state_dict(make_model("llama").state_dict())
+    model.save_pretrained(folder)
+    return folder
+
+
+def export_interleaved(folder, strategy):
+    """The stream, what lies in shared memory, and the merged stream without and with an adapter that adds nothing."""
+    register_interleaved()
+    policy = load(folder, strategy=strategy)
+    weights = sp.SharedWeights(policy, dtype="checkpoint")
+    weights.write()
+    written = {name: tensor.clone() for name, tensor in read_shared(weights.address)}
+    adapted = load(folder, strategy=strategy, lora=lora_config(init_lora_weights=True))
+    dist.barrier()
+    streams = [dict(collect(p, dtype="checkpoint")[1]) for p in (policy, adapted)]
+    weights.close()
+    return written, *streams
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2"])
+def test_a_conversion_that_needs_whole_tensors(tmp_path, strategy, dtype):
+    stored = read_folder(make_interleaved(tmp_path, dtype))
+    for reply in run_ranks(2, export_interleaved, tmp_path, strategy):
+        for tensors in reply:
+            assert differences(tensors, stored) == []
 
 
 def export_random(family, how):

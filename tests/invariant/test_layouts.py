@@ -17,6 +17,7 @@ import shardproof as sp
 from shardproof.train.loss import policy_gradient
 from shardproof.train.score import Scoring
 from tests.distributed.test_serve import full_state
+from tests.faults.test_bad_checkpoints import assert_all_raise
 from tests.models import make_checkpoint
 from tests.ranks import run_ranks, run_ranks_outcomes
 
@@ -62,6 +63,9 @@ def is_valid(case):
 
 
 def is_refused(case):
+    """Whether torch's FSDP1 would compute something else, so that the load refuses it by name."""
+    if case["sharding"] == "hsdp_fsdp1" and case["world"] == 2:
+        return True
     return case["sharding"] == "fsdp1" and case["world"] == 1 and case["tied"] and case["lora"]
 
 
@@ -437,15 +441,16 @@ def test_policy_gradient_step(checkpoints, layout):
 # What cannot be.
 
 
-def test_fsdp1_on_one_rank_with_adapters_and_ties_is_refused(checkpoints):
-    case = dict.fromkeys(AXES, False) | {
-        "sharding": "fsdp1",
-        "world": 1,
-        "sequence_parallel": 1,
-        "batches": "packed",
-    }
-    case |= {"tied": True, "lora": True}
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"sharding": "fsdp1", "world": 1, "tied": True, "lora": True}, ["one rank", "lm_head.weight"]),
+        ({"sharding": "hsdp_fsdp1", "world": 2}, ["2 replicas"]),
+    ],
+    ids=["adapters_and_ties_on_one_rank", "replicas_that_are_not_sharded"],
+)
+def test_what_fsdp1_cannot_do_is_refused(checkpoints, settings, words):
+    case = dict.fromkeys(AXES, False) | {"sequence_parallel": 1, "batches": "packed"} | settings
     assert is_refused(case)
-    ((kind, name, message),) = run_ranks_outcomes(1, train_on_rank, checkpoints[True, False], case)
-    assert (kind, name) == ("error", "ShardFault")
-    assert message.startswith("S214 ")
+    outcomes = run_ranks_outcomes(case["world"], train_on_rank, checkpoints[case["tied"], False], case)
+    assert_all_raise(outcomes, "S214", "strategy='fsdp1'", *words, kind="ShardFault")

@@ -260,6 +260,55 @@ def test_a_critic_has_values_and_the_others_log_probs(checkpoint, role, word):
     assert_all_raise(outcomes, "C001", role, word, kind="ConfigError")
 
 
+# Families that packed attention cannot serve.
+
+
+UNSERVED = {
+    # attention of their own, not through AttentionInterface
+    "bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 4},
+    "gptj": {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4, "n_positions": 128},
+    # attention inside chunks of tokens, and a head that is not the model's own last module
+    "llama4_text": {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "intermediate_size_mlp": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "num_local_experts": 2,
+        "attention_chunk_size": 8,
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def unserved(tmp_path_factory):
+    """{family: folder} of families that must be scored sequence by sequence."""
+    folders = {}
+    for family, fields in UNSERVED.items():
+        folders[family] = tmp_path_factory.mktemp(family)
+        torch.manual_seed(0)
+        config = AutoConfig.for_model(family, vocab_size=101, pad_token_id=0, **fields)
+        AutoModelForCausalLM.from_config(config).save_pretrained(folders[family])
+    return folders
+
+
+@pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2"])
+@pytest.mark.parametrize("family", UNSERVED)
+def test_family_that_is_scored_sequence_by_sequence(unserved, family, strategy):
+    ranks = run_ranks(2, score_on_rank, unserved[family], {"strategy": strategy}, (TEMPERATURE,))
+    assert_scores(ranks, {TEMPERATURE: truth(unserved[family], TEMPERATURE)})
+    assert not ranks[0][0].packed
+
+
+@pytest.mark.parametrize("family", ["bloom", "gptj"])
+def test_family_whose_attention_cannot_be_split_is_refused(unserved, family):
+    """Never silently local: each rank of a group would count the group's gradients once more."""
+    outcomes = run_ranks_outcomes(2, score_on_rank, unserved[family], {"sequence_parallel": 2}, (1.0,))
+    assert_all_raise(outcomes, "T303", f"'{family}'", "sequence_parallel=1", kind="TrainFault")
+
+
 # A family with attention and state space.
 
 

@@ -6,7 +6,6 @@ import base64
 import hashlib
 import json
 import math
-import os
 from collections.abc import Iterable, Mapping
 from html import escape
 from pathlib import Path
@@ -16,9 +15,7 @@ FIRST_METRICS = ("reward/mean", "eval/reward", "kl/mean", "loss/policy", "grad_n
 # These share the axes of the quantity's mean. Extremes do not: one outlier would flatten the other curves.
 STATISTICS = ("mean", "median", "std", "group_std")
 EVENT_TITLES = {"finding": "Findings", "skip": "Skipped steps", "receipt": "Receipts"}
-MAX_SAMPLES = 30
-MAX_EVENTS_FIRST, MAX_EVENTS_LAST = 20, 180
-MAX_TEXT = 4000
+MAX_SAMPLES, MAX_EVENTS_FIRST, MAX_EVENTS_LAST, MAX_CHARACTERS = 30, 20, 180, 4000
 
 Record = Mapping[str, Any]
 
@@ -45,12 +42,10 @@ def write_report(run_folder: Path) -> Path:
     ]
     skipped = sorted({event["step"] for event in by_kind["skip"] if isinstance(event.get("step"), int)})
     page = _page(name, "\n".join(body), {"charts": group_curves(metrics), "skipped": skipped})
-    target = run_folder / "report.html"
     partial = run_folder / "report.html.partial"
     # A completion may hold half of a surrogate pair, which UTF-8 cannot say: it must not cost the whole report.
     partial.write_bytes(page.encode("utf-8", "replace"))
-    os.replace(partial, target)
-    return target
+    return partial.replace(run_folder / "report.html")
 
 
 def merge_steps(records: Iterable[Record]) -> list[dict[str, Any]]:
@@ -89,38 +84,33 @@ def _finite(value: Any) -> float | None:
     return float(value) if is_number and math.isfinite(value) else None
 
 
+def _parse(text: str) -> dict[str, Any] | None:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None
+
+
 def _read_lines(path: Path, notes: list[str]) -> list[dict[str, Any]]:
     """The objects of a JSONL file, none if it is missing; lines that cannot be read are counted in the notes."""
-    records, num_unreadable = [], 0
     if not path.is_file():
         return []
     # Not splitlines(): it also splits at U+2028, which a completion may hold.
     with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
-        for line in filter(str.strip, file):
-            try:
-                record = json.loads(line)
-            except ValueError:
-                record = None
-            if isinstance(record, dict):
-                records.append(record)
-            else:
-                num_unreadable += 1
-    if num_unreadable:
-        notes.append(
-            f"{path.name}: {num_unreadable} unreadable line(s) left out; a killed run may tear its last line."
-        )
+        parsed = [_parse(line) for line in file if line.strip()]
+    records = [record for record in parsed if record is not None]
+    # A killed run tears the last line of a file; that must not hide the others.
+    if num_torn := len(parsed) - len(records):
+        notes.append(f"{path.name}: {num_torn} unreadable line{'s' * (num_torn > 1)} left out.")
     return records
 
 
 def _read_config(path: Path, notes: list[str]) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        config = json.loads(path.read_text(encoding="utf-8", errors="replace"))
-    except ValueError as error:
-        notes.append(f"{path.name} cannot be read: {error}.")
-        return {}
-    return config if isinstance(config, dict) else {}
+    config = _parse(path.read_text(encoding="utf-8", errors="replace")) if path.is_file() else {}
+    if config is None:
+        notes.append(f"{path.name} cannot be read.")
+    return config or {}
 
 
 def _dig(config: Any, *keys: str) -> Any:
@@ -141,10 +131,12 @@ def _duration(seconds: float) -> str:
     return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
 
 
-def _clip(text: Any) -> str:
+def _text(text: Any) -> str:
+    """A block of escaped text that keeps its line breaks."""
     text = str(text)
-    rest = len(text) - MAX_TEXT
-    return escape(text[:MAX_TEXT]) + (f"<i> … and {rest} more characters</i>" if rest > 0 else "")
+    rest = len(text) - MAX_CHARACTERS
+    more = f"<i> … and {rest} more characters</i>" if rest > 0 else ""
+    return f"<div class=text>{escape(text[:MAX_CHARACTERS])}{more}</div>"
 
 
 def _header(name: str, config: Record) -> str:
@@ -162,8 +154,8 @@ def _summary(metrics: list[dict[str, Any]], by_kind: Mapping[str, list[Any]], co
     num_skipped, num_findings = len(by_kind["skip"]), len(by_kind["finding"])
     tiles = [
         ("", "Last step", metrics[-1]["step"] if metrics else "-", f"of {planned}" if planned else ""),
-        ("", "Final reward", _number(rewards[-1]) if rewards else "-", f"from {_number(rewards[0])}" if rewards else ""),
-        ("", "Best eval", _number(best[0]) if best else "-", f"at step {-best[1]}" if best else ""),
+        ("", "Final reward", *((_number(rewards[-1]), f"from {_number(rewards[0])}") if rewards else ("-", ""))),
+        ("", "Best eval", *((_number(best[0]), f"at step {-best[1]}") if best else ("-", ""))),
         ("warn" if num_skipped else "", "Skipped steps", num_skipped, ""),
         ("bad" if num_findings else "", "Findings", num_findings, ""),
         ("", "Receipts", len(by_kind["receipt"]), ""),
@@ -200,15 +192,11 @@ def _events_section(kind: str, events: list[dict[str, Any]]) -> str:
     return f'<section class="events">{head}{note}{table}</section>'
 
 
-def _text(text: Any) -> str:
-    return f"<div class=text>{_clip(text)}</div>"
-
-
 def _details(fields: Record) -> str:
     if not fields:
         return ""
     text = json.dumps(fields, indent=2, ensure_ascii=False, default=str)
-    return f"<details><summary>details</summary><pre>{_clip(text)}</pre></details>"
+    return f"<details><summary>details</summary>{_text(text)}</details>"
 
 
 def _samples_section(samples: list[dict[str, Any]]) -> str:
@@ -226,19 +214,17 @@ def _samples_section(samples: list[dict[str, Any]]) -> str:
         reward = f"<b>{_number(sample.get('reward'))}</b><small>{names}</small>"
         prompt, completion = _text(sample.get("prompt", "")), _text(sample.get("completion", ""))
         rows.append((escape(str(sample.get("step", "-"))), reward, prompt, completion))
-    heads = ("Step", "Reward", "Prompt", "Completion")
-    return f"<section>{head}{_table('samples', heads, rows)}</section>"
+    table = _table("samples", ("Step", "Reward", "Prompt", "Completion"), rows)
+    return f"<section>{head}{table}</section>"
 
 
 def _config_section(config: Record) -> str:
     text = escape(json.dumps(config, indent=2, ensure_ascii=False)) if config else "config.json is not there."
-    return (
-        f"<section><details id=config><summary>Resolved config</summary><pre>{text}</pre></details></section>"
-    )
+    return f"<details id=config><summary>Resolved config</summary><pre>{text}</pre></details>"
 
 
 def _page(title: str, body: str, data: Record) -> str:
-    # Without "<" no text can close the script element; ASCII output has no U+2028, which ends a line for some.
+    # Without "<" no text can close the script element; as ASCII it has no U+2028, which may end a line.
     embedded = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
     digest = base64.b64encode(hashlib.sha256(_SCRIPT.encode()).digest()).decode()
     # Only this very script may run and nothing may be fetched, should a completion ever get past the escapes.
@@ -263,26 +249,27 @@ _STYLE = """
 @media (prefers-color-scheme: dark) { :root { --back: #111418; --card: #1a1e24; --ink: #e6e9ed; --dim: #98a2ae;
   --line: #2e353e; --grid: #262c34; --bad: #ff7b72; --warn: #f0a848; --c0: #6aa9ff; --c1: #ff9d5c; --c2: #4fd1a1;
   --c3: #c99bff; } }
+.bad dd { color: var(--bad); } .warn dd { color: var(--warn); } summary { cursor: pointer; color: var(--dim); }
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--back); color: var(--ink); font: 15px/1.45 system-ui, sans-serif; }
 main { max-width: 1400px; margin: 0 auto; padding: 24px 20px 60px; }
 h1 { font-size: 26px; margin: 0; overflow-wrap: anywhere; } header p { margin: 2px 0 18px; color: var(--dim); }
 h2 { font-size: 17px; margin: 30px 0 10px; } .count { color: var(--dim); font-weight: normal; margin-left: 4px; }
 small { font-size: 12px; color: var(--dim); font-weight: normal; } .none, .note { color: var(--dim); margin: 6px 0; }
-#summary { display: grid; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); gap: 10px; margin: 0; }
+#summary { display: grid; grid-template-columns: repeat(auto-fit, minmax(172px, 1fr)); gap: 10px; margin: 0; }
 .tile, figure, .scroll, #config { background: var(--card); border: 1px solid var(--line); border-radius: 8px; }
 .tile { padding: 10px 14px; } dt { color: var(--dim); font-size: 13px; }
 dd { margin: 0; font-size: 21px; font-weight: 600; font-variant-numeric: tabular-nums; white-space: nowrap; }
-.bad dd { color: var(--bad); } .warn dd { color: var(--warn); }
 #curves { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 380px), 1fr)); gap: 12px; }
-figure { margin: 0; padding: 10px 12px 6px; min-width: 0; } svg { display: block; width: 100%; overflow: visible; touch-action: pan-y; }
+figure { margin: 0; padding: 10px 12px 6px; min-width: 0; }
+svg { display: block; width: 100%; overflow: visible; touch-action: pan-y; }
 figcaption { display: flex; flex-wrap: wrap; gap: 0 12px; align-items: baseline; font-size: 13px; min-height: 2.9em; }
-.name { font-weight: 600; flex: 1 0 auto; } .at { color: var(--dim); } .keys { flex: 1 0 100%; }
-.key { margin-right: 14px; font-variant-numeric: tabular-nums; white-space: nowrap; }
+.name { font-weight: 600; flex: 1 0 auto; } .at { color: var(--dim); }
+.keys { flex: 0 0 100%; overflow: hidden; white-space: nowrap; } .key { margin-right: 12px; font-variant-numeric: tabular-nums; }
 .key i { display: inline-block; width: 14px; height: 3px; margin-right: 5px; vertical-align: middle; }
 svg text { fill: var(--dim); font-size: 11px; } .grid { stroke: var(--grid); } .axis { stroke: var(--line); }
-.curve { fill: none; stroke-width: 1.8; stroke-linejoin: round; } .cross { stroke: var(--dim); stroke-dasharray: 3 3; }
-.skip { stroke: var(--warn); stroke-width: 2; }
+.curve { fill: none; stroke-width: 1.8; stroke-linejoin: round; stroke-linecap: round; }
+.cross { stroke: var(--dim); stroke-dasharray: 3 3; } .skip { stroke: var(--warn); stroke-width: 2; }
 .scroll { overflow: auto; max-height: 70vh; } table { border-collapse: collapse; width: 100%; font-size: 14px; }
 th, td { text-align: left; vertical-align: top; padding: 8px 12px; border-bottom: 1px solid var(--line); }
 th { position: sticky; top: 0; background: var(--card); color: var(--dim); font-size: 13px; }
@@ -290,8 +277,7 @@ tr:last-child td { border-bottom: 0; } td:first-child { width: 4em; font-variant
 #samples { min-width: 640px; } #samples td:nth-child(2) { width: 9em; } #samples td:nth-child(3) { width: 36%; }
 .text, pre { font: 13px/1.45 ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere; }
 .text { max-height: 16em; overflow: auto; } pre { margin: 8px 0 0; } .events td:last-child { width: 30%; }
-summary { cursor: pointer; color: var(--dim); } #config { margin-top: 30px; padding: 12px 14px; }
-#config > summary { color: var(--ink); font-weight: 600; font-size: 17px; }
+#config { margin-top: 30px; padding: 12px 14px; } #config > summary { color: var(--ink); font-weight: 600; }
 """
 
 _SCRIPT = """
@@ -300,8 +286,7 @@ const { charts, skipped } = JSON.parse(document.getElementById("data").textConte
 const HEIGHT = 170, LEFT = 50, RIGHT = 10, TOP = 8, BOTTOM = 22;
 
 function make(parent, tag, attributes, text) {
-  const svg = parent.closest("svg") || tag === "svg";
-  const node = svg ? document.createElementNS("http://www.w3.org/2000/svg", tag) : document.createElement(tag);
+  const node = document.createElementNS(tag === "svg" ? "http://www.w3.org/2000/svg" : parent.namespaceURI, tag);
   for (const [key, value] of Object.entries(attributes)) node.setAttribute(key, value);
   if (text !== undefined) node.textContent = text;
   return parent.appendChild(node);
@@ -310,14 +295,13 @@ function format(value) {
   if (value === null || value === undefined) return value === null ? "not finite" : "-";
   const size = Math.abs(value);
   if (size >= 1e4) return value.toLocaleString("en", { notation: "compact", maximumSignificantDigits: 5 });
-  return size && size < 1e-3 ? value.toExponential(2) : String(Number(value.toPrecision(5)));
+  return size && size < 1e-3 ? value.toExponential(2) : String(Number(value.toPrecision(size < 1 ? 4 : 5)));
 }
 function ticks(low, high, count, smallest) {
   const rough = (high - low) / count, power = 10 ** Math.floor(Math.log10(rough));
   const gap = Math.max(smallest, power * [1, 2, 5, 10].find(factor => factor * power >= rough * 0.999));
-  const marks = [];
-  for (let index = Math.ceil(low / gap - 1e-9); index * gap <= high + gap * 1e-9; index++) marks.push(index * gap);
-  return marks;
+  const from = Math.ceil(low / gap - 1e-9), to = Math.floor(high / gap + 1e-9);
+  return Array.from({ length: to - from + 1 }, (_, index) => (from + index) * gap);
 }
 function range(lists, margin) {
   const values = lists.flat().filter(value => value !== null);
@@ -339,9 +323,9 @@ function build(chart) {
     series.byStep = new Map(series.steps.map((step, at) => [step, series.values[at]]));
     const key = make(keys, "span", { class: "key" });
     make(key, "i", { style: `background:${series.colour}` });
-    const many = series.values.filter(value => value === null).length;
     if (chart.series.length > 1) make(key, "span", {}, series.name.split("/").pop() + " ");
     series.readout = make(key, "b", {});
+    const many = series.values.filter(value => value === null).length;
     if (many) make(key, "small", {}, ` (${many} not finite)`);
   });
   chart.steps = [...new Set(chart.series.flatMap(series => series.steps))].sort((a, b) => a - b);
@@ -357,8 +341,8 @@ function draw(chart) {
   const [low, high] = range(chart.series.map(series => series.values), 0.06), [first, last] = stepRange;
   const x = step => LEFT + (step - first) / (last - first) * (width - LEFT - RIGHT);
   const y = value => TOP + (high - value) / (high - low) * (HEIGHT - TOP - BOTTOM);
-  chart.toStep = pixel => first + (pixel - LEFT) / (width - LEFT - RIGHT) * (last - first);
-  Object.assign(chart, { x, y });
+  const toStep = pixel => first + (pixel - LEFT) / (width - LEFT - RIGHT) * (last - first);
+  Object.assign(chart, { x, y, toStep });
   svg.replaceChildren();
   svg.setAttribute("viewBox", `0 0 ${width} ${HEIGHT}`);
   for (const value of ticks(low, high, 6, 0)) {
@@ -369,13 +353,14 @@ function draw(chart) {
   make(svg, "line", { class: "axis", x1: LEFT, x2: width - RIGHT, y1: floor, y2: floor });
   for (const step of ticks(first, last, 6, 1))
     make(svg, "text", { x: x(step), y: HEIGHT - 6, "text-anchor": "middle" }, format(step));
-  for (const step of skipped) if (step >= first && step <= last)
-    make(make(svg, "line", { class: "skip", x1: x(step), x2: x(step), y1: floor - 6, y2: floor }), "title", {}, "skipped");
+  for (const step of skipped.filter(step => step >= first && step <= last))
+    make(svg, "line", { class: "skip", x1: x(step), x2: x(step), y1: floor - 6, y2: floor });
   for (const { steps, values, colour } of chart.series) {
-    let path = "", pen = "M";
+    let path = "", join = false;
     values.forEach((value, at) => {
-      if (value !== null) path += `${pen}${x(steps[at]).toFixed(1)} ${y(value).toFixed(1)}`;
-      pen = value === null ? "M" : "L";
+      // The line of no length makes a value between two gaps a dot, not nothing.
+      if (value !== null) path += `${join ? "L" : "M"}${x(steps[at]).toFixed(1)} ${y(value).toFixed(1)}h0`;
+      join = value !== null;
       if (value !== null && values.length <= 40)
         make(svg, "circle", { cx: x(steps[at]), cy: y(value), r: 2, fill: colour });
     });
@@ -388,24 +373,23 @@ function show(step) {
     const at = step === null ? chart.steps[chart.steps.length - 1] : step;
     chart.at.textContent = (step === null ? "last: step " : "step ") + at;
     chart.cross.replaceChildren();
-    if (step !== null)
-      make(chart.cross, "line", { class: "cross", x1: chart.x(at), x2: chart.x(at), y1: TOP, y2: HEIGHT - BOTTOM });
+    const [x, y2] = [chart.x(at), HEIGHT - BOTTOM];
+    if (step !== null) make(chart.cross, "line", { class: "cross", x1: x, x2: x, y1: TOP, y2 });
     for (const series of chart.series) {
       const value = series.byStep.get(at);
       series.readout.textContent = format(value);
       if (step !== null && Number.isFinite(value))
-        make(chart.cross, "circle", { cx: chart.x(at), cy: chart.y(value), r: 4, fill: series.colour });
+        make(chart.cross, "circle", { cx: x, cy: chart.y(value), r: 4, fill: series.colour });
     }
   }
 }
+// `#hover=STEP` in the address holds the crosshair at a step, so that a link can point at it.
 function showHash() {
-  const match = /^#hover=(-?\\d+)$/.exec(location.hash);
+  const match = /^#hover=(\\d+)$/.exec(location.hash);
   show(match ? Number(match[1]) : null);
 }
-function redraw() {
-  charts.forEach(draw);
-  showHash();
-}
+function redraw() { charts.forEach(draw); showHash(); }
+
 charts.forEach(build);
 redraw();
 addEventListener("hashchange", showHash);

@@ -1,0 +1,267 @@
+"""Prompts: rows from files or the hub, an order that any run can resume, and their tokens."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shardproof.errors import ShardproofError, fail, nearest
+
+Row = dict[str, Any]
+Place = tuple[str, Row]  # where a row came from, in words, and the row
+
+# hf:name[:config][:split]; a split may be a slice with a colon of its own, as in train[:100].
+_HUB_SOURCE = re.compile(r"hf:([^:]+)(?::([^:\[]+)(?=:))?(?::([^:\[]+(?:\[.*\])?))?")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A row, its prompt as the model sees it, and that prompt's tokens."""
+
+    row: Row
+    text: str
+    tokens: tuple[int, ...]
+
+
+def load_rows(source: str, prompt_column: str, answer_column: str | None) -> list[Row]:
+    """Every row of `source`: a .jsonl, .json (an object a line) or .parquet file, or `hf:name[:config][:split]`.
+
+    A row's answer stands under "answer" whatever its column is called, because that is where rewards look for it.
+    """
+    rows = []
+    for place, row in _read(source):
+        _require_column(place, row, prompt_column, "data.prompt_column")
+        _require_prompt(f"{place}: column {prompt_column!r}", row[prompt_column])
+        if answer_column is not None:
+            _require_column(place, row, answer_column, "data.answer_column")
+            row["answer"] = row[answer_column]
+        rows.append(row)
+    if not rows:
+        raise _unusable(f"{source} holds no rows.")
+    return rows
+
+
+def _read(source: str) -> Iterable[Place]:
+    if source.startswith("hf:"):
+        return _read_hub(source)
+    path = Path(source)
+    _require_file(path)
+    if path.suffix in (".jsonl", ".json"):
+        return _read_lines(path)
+    if path.suffix == ".parquet":
+        return _read_parquet(path)
+    raise _unusable(f"{path} is not a .jsonl, .json or .parquet file, and not hf:name[:config][:split].")
+
+
+def _read_lines(path: Path) -> Iterator[Place]:
+    # In bytes: text mode reports an undecodable byte by its offset in a buffer, not by its line.
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            place = f"{path}:{number}"
+            try:
+                row = json.loads(line.decode("utf-8-sig"))
+            except ValueError as error:
+                hint = " Expected one object a line, not an array." if line.lstrip()[:1] == b"[" else ""
+                raise _unusable(f"{place} is not JSON: {error}.{hint}") from error
+            if not isinstance(row, dict):
+                raise _unusable(f"{place} is a JSON {type(row).__name__}, expected an object a line.")
+            yield place, row
+
+
+def _read_parquet(path: Path) -> Iterator[Place]:
+    try:
+        import pyarrow.parquet
+    except ImportError as error:
+        fix = "pip install pyarrow, or convert the file to .jsonl"
+        raise _unusable(f"{path}: reading Parquet needs pyarrow, which is not installed.", fix) from error
+    try:
+        table = pyarrow.parquet.read_table(path)
+    except (OSError, pyarrow.ArrowException) as error:
+        raise _unusable(f"{path} cannot be read as Parquet: {error}.") from error
+    for number, row in enumerate(table.to_pylist(), 1):
+        yield f"{path}, row {number}", row
+
+
+def _read_hub(source: str) -> Iterator[Place]:
+    parts = _HUB_SOURCE.fullmatch(source)
+    if parts is None:
+        raise _unusable(f"{source!r} is not hf:name[:config][:split], such as hf:openai/gsm8k:main:train.")
+    name, config, split = parts[1], parts[2], parts[3] or "train"
+    try:
+        import datasets
+    except ImportError as error:
+        fix = "pip install datasets, or save the rows as .jsonl"
+        raise _unusable(f"{source}: hub datasets need the datasets library.", fix) from error
+    try:
+        dataset = datasets.load_dataset(name, config, split=split)
+    except Exception as error:
+        # The library raises dozens of types, its own and those of its storage; offline is one of them.
+        raise _unusable(f"{source} cannot be loaded: {type(error).__name__}: {error}") from error
+    for number, row in enumerate(dataset, 1):
+        yield f"{source}, row {number}", dict(row)
+
+
+def _require_file(path: Path) -> None:
+    if path.is_file():
+        if not os.access(path, os.R_OK):
+            raise _unusable(f"{path} may not be read by this user.")
+        return
+    if path.is_dir():
+        raise _unusable(f"{path} is a folder, expected a file.")
+    siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+    raise _unusable(f"{path} does not exist.{_hint(path.name, siblings)}")
+
+
+def _require_column(place: str, row: Row, column: str, key: str) -> None:
+    if column not in row:
+        columns = ", ".join(map(repr, row)) or "none"
+        message = f"{place} has no column {column!r} ({key}); it has {columns}.{_hint(column, row)}"
+        raise _unusable(message, f"set {key} to one of the columns listed")
+
+
+def _require_prompt(place: str, prompt: object) -> None:
+    """Raise unless `prompt` is a string or a conversation that a chat template can render."""
+    if isinstance(prompt, str):
+        return
+    expected = "expected a string, or a list of {role, content}"
+    if not isinstance(prompt, list) or not prompt:
+        found = "an empty list" if prompt == [] else type(prompt).__name__
+        raise _unusable(f"{place} holds {found}; {expected}.")
+    for turn, message in enumerate(prompt, 1):
+        if not isinstance(message, dict):
+            raise _unusable(f"{place}: message {turn} is {type(message).__name__}; {expected}.")
+        for key in ("role", "content"):
+            if not isinstance(message.get(key), str):
+                found = type(message[key]).__name__ if key in message else "nothing"
+                raise _unusable(f"{place}: message {turn} has {found} as its {key!r}; {expected} of strings.")
+
+
+class PromptStream:
+    """Row indices without end: each epoch a permutation of its own, a pure function of the seed and the position.
+
+    Every rank draws from the same stream and keeps its own part of what it drew, so the order does not depend on the
+    world size, and a run resumes by setting `position`.
+    """
+
+    def __init__(self, num_rows: int, seed: int):
+        if num_rows < 1:
+            raise _unusable("there are no rows to draw prompts from.")
+        self.num_rows = num_rows
+        self._seed = seed % 2**64
+        self._position = 0
+        self._epoch = -1
+        self._order: list[int] = []
+
+    @property
+    def position(self) -> int:
+        """How many indices have been taken."""
+        return self._position
+
+    @position.setter
+    def position(self, value: int) -> None:
+        if value < 0:
+            raise _unusable(f"a position of {value} prompts is negative.")
+        self._position = value
+
+    def take(self, n: int) -> list[int]:
+        """The next `n` row indices; goes on into the next epoch where one ends."""
+        taken: list[int] = []
+        while len(taken) < n:
+            epoch, start = divmod(self._position, self.num_rows)
+            part = self._order_of(epoch)[start : start + n - len(taken)]
+            taken += part
+            self._position += len(part)
+        return taken
+
+    def _order_of(self, epoch: int) -> list[int]:
+        if epoch != self._epoch:
+            # The raw stream of a bit generator is stable over numpy's releases; Generator.permutation is not, and a
+            # run resumed after an upgrade would see some prompts twice and others never.
+            keys = np.random.Philox(key=np.array([self._seed, epoch], np.uint64)).random_raw(self.num_rows)
+            self._order = np.argsort(keys, kind="stable").tolist()
+            self._epoch = epoch
+        return self._order
+
+
+def encode_prompts(
+    rows: list[Row], tokenizer: Any, prompt_column: str, chat: bool, max_prompt_tokens: int | None
+) -> list[Prompt]:
+    """Each row's prompt as text and tokens, through the chat template where `chat` is set or the prompt is a list."""
+    templated = [chat or not isinstance(row[prompt_column], str) for row in rows]
+    texts = [
+        _render(row[prompt_column], tokenizer, number) if through else row[prompt_column]
+        for number, (row, through) in enumerate(zip(rows, templated), 1)
+    ]
+    tokens: list[tuple[int, ...]] = [()] * len(rows)
+    for through in (True, False):
+        indices = [index for index, flag in enumerate(templated) if flag is through]
+        if indices:
+            # A template writes its special tokens itself; adding them again would begin a prompt with two BOS.
+            found = tokenizer([texts[index] for index in indices], add_special_tokens=not through)[
+                "input_ids"
+            ]
+            for index, ids in zip(indices, found):
+                tokens[index] = tuple(ids)
+    for number, (row, ids) in enumerate(zip(rows, tokens), 1):
+        # A template makes tokens of an empty prompt too, so the prompt itself is looked at.
+        if not ids or not str(row[prompt_column]).strip():
+            raise _unusable(f"row {number}: the prompt is empty.")
+    _require_lengths(texts, tokens, max_prompt_tokens)
+    return [Prompt(*parts) for parts in zip(rows, texts, tokens)]
+
+
+def _render(prompt: str | list[dict[str, Any]], tokenizer: Any, number: int) -> str:
+    if not getattr(tokenizer, "chat_template", None):
+        raise _unusable(
+            f"row {number}: the prompt goes through a chat template, and the tokenizer has none.",
+            "set data.chat to false and give prompts as strings, or use a tokenizer with a chat template",
+        )
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    # A conversation that ends in the model's own turn is a turn to finish; a new one would follow a closed answer.
+    unfinished = messages[-1]["role"] == "assistant"
+    try:
+        return tokenizer.apply_chat_template(
+            messages,
+            tokenize=False,
+            add_generation_prompt=not unfinished,
+            continue_final_message=unfinished,
+        )
+    except Exception as error:
+        # Templates refuse conversations in their own words, with jinja's exceptions.
+        raise _unusable(f"row {number}: the chat template refuses the prompt: {error}") from error
+
+
+def _require_lengths(texts: list[str], tokens: list[tuple[int, ...]], limit: int | None) -> None:
+    longer = [index for index, ids in enumerate(tokens) if limit is not None and len(ids) > limit]
+    if longer:
+        first = longer[0]
+        raise _unusable(
+            f"row {first + 1}: the prompt has {len(tokens[first])} tokens, more than data.max_prompt_tokens={limit}; "
+            f"{len(longer)} of {len(tokens)} rows are too long. It begins {texts[first][:60]!r}.",
+            "raise data.max_prompt_tokens within the model's context, or leave these rows out",
+        )
+
+
+def sample_seed(run_seed: int, step: int, sample_index: int) -> int:
+    """63 bits that depend on nothing else, so that completions are the same on any number of ranks."""
+    digest = hashlib.sha256(f"{run_seed}/{step}/{sample_index}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
+
+
+def _hint(name: str, candidates: Iterable[str]) -> str:
+    near = nearest(name, candidates)
+    return f" Did you mean {near[0]!r}?" if near else ""
+
+
+def _unusable(message: str, fix: str | None = None) -> ShardproofError:
+    return fail("C005", "data", message, fix=fix)
