@@ -74,10 +74,9 @@ def save_families(folders, target, options, how):
     ("num_ranks", "options", "how"),
     [
         (2, {"strategy": "fsdp1"}, {"max_file_bytes": 40_000}),
-        (3, {"strategy": "fsdp2"}, {}),
         (1, {"strategy": "fsdp2", "cpu_offload": True}, {"dtype": torch.bfloat16}),
     ],
-    ids=["fsdp1 on 2, many files", "fsdp2 on 3", "offloaded on 1, bfloat16"],
+    ids=["fsdp1 on 2, many files", "offloaded on 1, bfloat16"],
 )
 def test_every_family_loads_in_transformers(checkpoint, tmp_path, num_ranks, options, how):
     folders = {family: checkpoint(family) for family in ALL_FAMILIES}
@@ -103,10 +102,7 @@ def test_every_family_loads_in_transformers(checkpoint, tmp_path, num_ranks, opt
 
 
 def save_with(source, target, options, how):
-    policy = load(source, **options)
-    receipt = sp.save_pretrained(policy, target, **how)
-    # Written by this process, so its number says which rank did it.
-    return receipt
+    return sp.save_pretrained(load(source, **options), target, **how)
 
 
 def note_writers(source, target, limit):
@@ -130,10 +126,10 @@ def test_several_files_by_several_ranks_with_an_index(checkpoint, tmp_path):
     stored = read_folder(source)
     opened = run_ranks(3, note_writers, source, tmp_path, 50_000)
     files = sorted(path.name for path in tmp_path.glob("*.safetensors"))
-    assert len(files) > 5
+    assert len(files) >= 5
     assert files == [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
     assert sorted(file for mine in opened for file in mine) == files
-    assert all(len(mine) >= len(files) // 3 for mine in opened)
+    assert all(len(mine) in (len(files) // 3, len(files) // 3 + 1) for mine in opened)
     index = json.loads((tmp_path / INDEX).read_text())
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in stored.values())
     assert index["weight_map"].keys() == stored.keys()
@@ -407,4 +403,5 @@ def test_a_folder_that_is_a_file(checkpoint, tmp_path):
     outcomes = run_ranks_outcomes(2, save_into, checkpoint("llama"), tmp_path / "taken")
     assert {outcome[0] for outcome in outcomes} == {"error"}
     assert len(set(outcomes)) == 1
-    assert outcomes[0][1] in ("ExportFault", "ConfigError"), outcomes[0]
+    assert outcomes[0][1].endswith(("Fault", "ConfigError"))
+    assert str(tmp_path / "taken") in outcomes[0][2]

@@ -26,7 +26,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from multiprocessing.connection import Connection, Pipe, wait
@@ -41,8 +41,7 @@ Call = tuple[int, str, Sample]  # the sample's place in the batch, the reward's 
 Outcome = tuple[float, str | None]  # the value, and the error that made it zero
 Outcomes = dict[tuple[int, str], Outcome]  # by the sample's place and the reward's name
 
-START_S = 120.0  # what a worker may take to import the user's modules
-MAX_CHUNK = 32
+START_S, MAX_CHUNK = 120.0, 32  # what a worker may take to import the user's modules; calls sent at a time
 _NUMBER = re.compile(
     r"(?:(?<![\w.)])[-+\u2212])?"  # a sign, but not the minus of 7-3
     r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<![0-9])\.[0-9]+)(?:[eE][-+]?[0-9]+)?"
@@ -122,15 +121,14 @@ def find_reward(name: str) -> Reward:
             raise _unknown(f"the pattern of reward {name!r} is wrong: {error}.") from error
     module_name, colon, path = name.partition(":")
     if not (colon and module_name and path):
-        known = ", ".join(BUILT_IN)
-        message = f"reward {name!r} is not one of {known}, regex(pattern), or module:function."
-        raise _unknown(message + _hint(name, BUILT_IN))
+        message = f"reward {name!r} is not one of {', '.join(BUILT_IN)}, regex(pattern), or module:function."
+        raise _unknown(message, near=nearest(name, BUILT_IN))
     module = _import(name, module_name)
     try:
         function: Any = reduce(getattr, path.split("."), module)
     except AttributeError as error:
-        hint = _hint(path, [key for key in vars(module) if not key.startswith("_")])
-        raise _unknown(f"reward {name!r}: module {module_name!r} has no {path!r}.{hint}") from error
+        near = nearest(path, [key for key in vars(module) if not key.startswith("_")])
+        raise _unknown(f"reward {name!r}: {module_name!r} has no {path!r}.", near=near) from error
     try:
         inspect.signature(function).bind("", "", {})
     except TypeError as error:
@@ -151,20 +149,15 @@ def _import(name: str, module_name: str) -> Any:
         raise _unknown(message, "repair that module, or put its folder on PYTHONPATH") from error
 
 
-def _hint(name: str, candidates: Iterable[str]) -> str:
-    near = nearest(name, candidates)
-    return f" Did you mean {near[0]!r}?" if near else ""
-
-
-def _unknown(message: str, fix: str | None = None) -> ShardproofError:
-    return fail("C001", "reward", message, fix=fix or "name a built-in reward or a module:function")
+def _unknown(message: str, fix: str | None = None, near: Sequence[str] = ()) -> ShardproofError:
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    return fail("C001", "reward", message + hint, fix=fix or "name a built-in reward or a module:function")
 
 
 def _describe(error: BaseException) -> str:
     """The error in one line, with the user's line that it came from."""
-    ours = (__file__, importlib.__file__)
-    frames = traceback.extract_tb(error.__traceback__)
-    lines = [f for f in frames if f.filename not in ours and not f.filename.startswith("<frozen")]
+    ours = (__file__, importlib.__file__, "<frozen importlib")
+    lines = [line for line in traceback.extract_tb(error.__traceback__) if not line.filename.startswith(ours)]
     where = f" ({os.path.basename(lines[-1].filename)}:{lines[-1].lineno})" if lines else ""
     return f"{type(error).__name__}: {str(error)[:300]}{where}"
 
@@ -176,8 +169,7 @@ def _attempt(function: Reward, sample: Sample) -> Outcome:
         if not isinstance(value, numbers.Real):
             return 0.0, f"returned {type(value).__name__}, expected a number"
         number = float(value)
-    # SystemExit too: a reward that calls sys.exit() has failed on this sample, no more.
-    except (Exception, SystemExit) as error:
+    except (Exception, SystemExit) as error:  # a reward's sys.exit() is that sample's failure, no more
         return 0.0, _describe(error)
     if not math.isfinite(number):
         return 0.0, f"returned {number}, expected a finite number"
@@ -230,8 +222,7 @@ class _Worker:
             end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
         path = json.dumps([entry for entry in sys.path if isinstance(entry, str)])
         arguments = [sys.executable, "-c", _BOOT, str(os.getpid()), str(remote.fileno()), path]
-        # A session of its own: Ctrl-C in the terminal does not reach it, and killing its group also ends whatever its
-        # rewards have started.
+        # A session of its own: Ctrl-C does not reach it, and killing its group also ends what its rewards started.
         self.process = subprocess.Popen(
             arguments, pass_fds=[remote.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
         )
@@ -251,9 +242,9 @@ class _Worker:
     def receive(self) -> tuple[Call, Outcome] | None:
         """One answered call; None for the message that the worker is ready."""
         message = self.connection.recv()
+        if isinstance(message, Finding):
+            raise error_for([message])
         if not self.ready:
-            if isinstance(message, Finding):
-                raise error_for([message])
             self.ready, self.deadline = True, math.inf
             return None
         call = self.pending.popleft()
@@ -272,7 +263,7 @@ class _Worker:
         return f"signal {-code}" if code < 0 else f"exit code {code}"
 
 
-class RewardRunner(contextlib.AbstractContextManager):
+class RewardRunner(contextlib.AbstractContextManager["RewardRunner"]):
     """Scores samples; a reward that raises, hangs, dies or returns no finite number costs its sample a recorded zero.
 
     With on_error="stop" the first such failure raises R504 instead. The weighted sum of a sample's rewards is its total.
@@ -289,9 +280,9 @@ class RewardRunner(contextlib.AbstractContextManager):
         self.timeout_s = timeout_s
         self.on_error = choose("reward", "reward.on_error", on_error, ("zero", "stop"))
         _require_settings(self.specs, timeout_s, num_workers)
-        self._internal = [spec.name for spec in self.specs if spec.name in _CANNOT_HANG]
-        self._external = [spec.name for spec in self.specs if spec.name not in _CANNOT_HANG]
-        self._num_workers = num_workers if self._external else 0
+        self._inside = [spec.name for spec in self.specs if spec.name in _CANNOT_HANG]
+        self._outside = [spec.name for spec in self.specs if spec.name not in _CANNOT_HANG]
+        self._num_workers = num_workers if self._outside else 0
         self._workers: list[_Worker] = []
         try:
             # Now, so that a name that cannot be imported stops the run before its first step.
@@ -320,8 +311,8 @@ class RewardRunner(contextlib.AbstractContextManager):
         outcomes: Outcomes = {}
         queue: deque[Call] = deque()
         for index, sample in enumerate(samples):
-            queue.extend((index, name, sample) for name in self._external)
-            for name in self._internal:
+            queue.extend((index, name, sample) for name in self._outside)
+            for name in self._inside:
                 self._record((index, name, sample), _attempt(BUILT_IN[name], sample), outcomes)
         self._drop([worker for worker in self._workers if worker.process.poll() is not None])
         try:
@@ -343,7 +334,7 @@ class RewardRunner(contextlib.AbstractContextManager):
 
     def _fill(self) -> None:
         while len(self._workers) < self._num_workers:
-            self._workers.append(_Worker(self._external, self.timeout_s))
+            self._workers.append(_Worker(self._outside, self.timeout_s))
 
     def _drop(self, workers: Sequence[_Worker]) -> None:
         for worker in workers:
@@ -355,7 +346,7 @@ class RewardRunner(contextlib.AbstractContextManager):
         for worker in self._workers:
             if queue and worker.ready and not worker.pending:
                 size = max(1, min(MAX_CHUNK, len(queue) // (2 * len(self._workers))))
-                worker.submit([queue.popleft() for _ in range(min(size, len(queue)))])
+                worker.submit([queue.popleft() for _ in range(size)])
 
     def _pump(self, queue: deque[Call], outcomes: Outcomes) -> None:
         """Wait for answers or the nearest deadline, record what came, and replace workers that hang or died."""
@@ -371,16 +362,15 @@ class RewardRunner(contextlib.AbstractContextManager):
                 self._bury(worker, f"its worker process died ({worker.stop(1.0)})", queue, outcomes)
             else:
                 if time.monotonic() >= worker.deadline:
-                    limit = self.timeout_s if worker.ready else START_S
-                    self._bury(worker, f"no answer in {limit:g} s", queue, outcomes)
+                    limit_s = self.timeout_s if worker.ready else START_S
+                    self._bury(worker, f"no answer in {limit_s:g} s", queue, outcomes)
 
     def _bury(self, worker: _Worker, failure: str, queue: deque[Call], outcomes: Outcomes) -> None:
         """Blame the call that the worker was in, put the rest of its chunk back, and start another worker."""
         self._drop([worker])
         if not worker.ready:
-            names = ", ".join(self._external)
-            fix = "see the worker's own output; import the reward's module in a plain Python"
-            raise fail("R504", "reward", f"a worker for {names} did not start: {failure}.", fix=fix)
+            message = f"a worker for {', '.join(self._outside)} did not start: {failure}."
+            raise fail("R504", "reward", message, fix="import the reward's module in a plain Python")
         self._fill()
         if worker.pending:
             call, *rest = worker.pending
@@ -390,8 +380,8 @@ class RewardRunner(contextlib.AbstractContextManager):
     def _record(self, call: Call, outcome: Outcome, outcomes: Outcomes) -> None:
         index, name, (prompt, completion, _) = call
         if outcome[1] is not None and self.on_error == "stop":
-            where = f"sample {index} (prompt {prompt[-60:]!r}, completion {completion[:60]!r})"
-            raise fail("R504", "reward", f"reward {name!r} failed on {where}: {outcome[1]}.")
+            sample = f"sample {index} (prompt {prompt[-60:]!r}, completion {completion[:60]!r})"
+            raise fail("R504", "reward", f"reward {name!r} failed on {sample}: {outcome[1]}.")
         outcomes[index, name] = outcome
 
 
@@ -399,10 +389,11 @@ def _require_settings(specs: Sequence[RewardSpec], timeout_s: float, num_workers
     names = [spec.name for spec in specs]
     wrong = {
         "reward.functions is empty": not names,
-        f"reward.functions names a reward twice: {', '.join(names)}": len(set(names)) < len(names),
+        f"reward.functions names one twice: {', '.join(names)}": len(set(names)) < len(names),
         "a reward's weight is not finite": not all(math.isfinite(spec.weight) for spec in specs),
         f"reward.timeout_s={timeout_s} is not between 0 and a million": not 0 < timeout_s <= 1e6,
         f"reward.num_workers={num_workers} is not positive": num_workers < 1,
     }
-    for message in (message for message, found in wrong.items() if found):
-        raise _unknown(f"{message}.", "correct this setting of the recipe")
+    for message, found in wrong.items():
+        if found:
+            raise _unknown(f"{message}.", "correct this setting of the recipe")

@@ -1,0 +1,354 @@
+"""Rewards: the built-in ones, and the user's in worker processes that hang, die and lie."""
+
+import math
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import psutil
+import pytest
+
+import shardproof.rl.rewards as rewards
+from shardproof.errors import ConfigError, RolloutFault
+from shardproof.rl.rewards import RewardRunner, RewardSpec, exact_match, find_reward, numeric, regex
+
+# Long enough for a busy machine to answer an honest call in.
+TIMEOUT_S = 1.0
+
+USERS = '''
+import os, subprocess, sys, time
+
+NOT_A_FUNCTION = 3
+
+def length(prompt, completion, row):
+    return len(completion)
+
+def pid(prompt, completion, row):
+    return os.getpid()
+
+def obey(prompt, completion, row):
+    """Does what the completion says."""
+    if completion == "hang":
+        time.sleep(1000)
+    if completion == "hang with a child":
+        subprocess.run([sys.executable, "-c", "import time; time.sleep(1000)"])
+    if completion == "die":
+        os._exit(3)
+    if completion == "leave":
+        sys.exit(0)
+    if completion == "raise":
+        raise KeyError("no such thing")
+    values = {"nan": float("nan"), "inf": float("inf"), "none": None, "text": "1.0", "huge": 10**400, "true": True}
+    return values[completion] if completion in values else float(completion)
+
+def two_arguments(prompt, completion):
+    return 0.0
+
+class Judge:
+    def __call__(self, prompt, completion, row):
+        return 0.5
+
+judge = Judge()
+'''
+
+
+@pytest.fixture(autouse=True)
+def users(tmp_path, monkeypatch):
+    (tmp_path / "users_rewards.py").write_text(USERS)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield tmp_path
+    sys.modules.pop("users_rewards", None)
+
+
+@pytest.fixture
+def no_process_left():
+    before = set(psutil.Process().children(recursive=True))
+    yield
+    assert set(psutil.Process().children(recursive=True)) <= before
+
+
+def samples_of(*completions):
+    return [("a prompt", completion, {}) for completion in completions]
+
+
+def make_runner(name, **settings):
+    return RewardRunner([RewardSpec(f"users_rewards:{name}")], **{"timeout_s": TIMEOUT_S, **settings})
+
+
+def run_python(program, **settings):
+    return subprocess.Popen([sys.executable, "-c", textwrap.dedent(program)], text=True, **settings)
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "value"),
+    [(" 42\n", "42", 1.0), ("42", 42, 1.0), ("42.", "42", 0.0), ("", "42", 0.0), ("yes", " yes\n", 1.0)],
+)
+def test_exact_match(completion, answer, value):
+    assert exact_match("", completion, {"answer": answer}) == value
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "value"),
+    [
+        ("so 7 + 5 = 12.", "12", 1.0),
+        ("12 or maybe 13", 12, 0.0),
+        ("$1,234.50 in all", "1234.5", 1.0),
+        ("the list 1,2,3", 3, 1.0),
+        ("10-3", 3, 1.0),
+        (r"\boxed{-18}", -18, 1.0),
+        ("x = \u22124", -4, 1.0),
+        ("0.1 + 0.2 = 0.30000000000000004", 0.3, 1.0),
+        (".5", "0.5", 1.0),
+        ("1e3", 1000, 1.0),
+        ("nothing", 0, 0.0),
+        ("18", "16 - 3 = 13; 13 + 5 = 18\n#### 18", 1.0),
+        ("9" * 500, 9, 0.0),
+        ("word " * 10000 + "6" + " word" * 10000, 6, 1.0),
+    ],
+)
+def test_numeric_compares_the_last_number(completion, answer, value):
+    assert numeric("", completion, {"answer": answer}) == value
+
+
+def test_regex_takes_its_pattern_from_the_row_or_from_its_name():
+    assert regex(r"\d+")("", "room 101", {}) == 1.0
+    assert regex()("", "room 101", {"pattern": "^room"}) == 1.0
+    assert find_reward("regex(^10:1)")("", "room 10:1", {}) == 0.0
+    assert find_reward("regex")("", "a", {"pattern": "b"}) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("exact_mach", "Did you mean 'exact_match'?"),
+        ("", "is not one of exact_match, numeric, regex"),
+        ("users_rewards:", "module:function"),
+        ("users_rewards:lenght", "Did you mean 'length'?"),
+        ("users_rewards:NOT_A_FUNCTION", "3 is not a callable object"),
+        ("users_rewards:two_arguments", "cannot be called as (prompt, completion, row)"),
+        ("no_such_module_at_all:f", "No module named 'no_such_module_at_all'"),
+        ("broken_rewards:f", "RuntimeError: not today (broken_rewards.py:1)"),
+        ("regex(a[)", "unterminated character set"),
+    ],
+)
+def test_a_name_that_stands_for_nothing_is_refused(users, name, said):
+    (users / "broken_rewards.py").write_text("raise RuntimeError('not today')")
+    with pytest.raises(ConfigError) as caught:
+        find_reward(name)
+    assert caught.value.code == "C001" and said in str(caught.value)
+
+
+def test_a_reward_is_found_in_the_folder_that_the_run_starts_in(tmp_path, monkeypatch):
+    (tmp_path / "local_rewards.py").write_text("def f(prompt, completion, row):\n    return 2.0\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry not in ("", str(tmp_path))])
+    assert find_reward("local_rewards:f")("", "", {}) == 2.0
+
+
+def test_totals_are_weighted_and_in_order(no_process_left):
+    specs = [RewardSpec("numeric", 2.0), RewardSpec("users_rewards:length", 0.5), RewardSpec("regex(7$)")]
+    samples = [("", f"{'x' * n} {n}", {"answer": n if n % 2 else -1}) for n in range(300)]
+    with RewardRunner(specs) as runner:
+        for n, scored in enumerate(runner.score(samples)):
+            length, matches = len(samples[n][1]), float(n % 10 == 7)
+            parts = {"numeric": float(n % 2), "users_rewards:length": length, "regex(7$)": matches}
+            assert scored.parts == parts and scored.errors == ()
+            assert scored.total == 2.0 * (n % 2) + 0.5 * length + matches
+        assert runner.score([]) == []
+
+
+def test_built_in_rewards_need_no_process(no_process_left):
+    with RewardRunner([RewardSpec("numeric")]) as runner:
+        assert not runner._workers
+        scored = runner.score([("", "3", {"answer": 3}), ("", "3", {}), ("", "3", {"answer": "many"})])
+    assert [one.total for one in scored] == [1.0, 0.0, 0.0]
+    assert scored[1].errors == ("numeric: ValueError: the row has no 'answer'",)
+    assert scored[2].errors == ("numeric: ValueError: the answer 'many' holds no number",)
+
+
+def test_samples_are_spread_over_the_workers_and_not_in_this_process():
+    with make_runner("pid", num_workers=2) as runner:
+        pids = {scored.total for scored in runner.score(samples_of(*["x"] * 64))}
+        assert pids == {worker.process.pid for worker in runner._workers} and len(pids) == 2
+
+
+def test_failures_cost_their_own_sample_only(no_process_left):
+    wrong = {
+        "raise": "KeyError: 'no such thing' (users_rewards.py:23)",
+        "leave": "SystemExit: 0 (users_rewards.py:21)",
+        "nan": "returned nan, expected a finite number",
+        "inf": "returned inf, expected a finite number",
+        "none": "returned NoneType, expected a number",
+        "text": "returned str, expected a number",
+        "huge": "OverflowError: int too large to convert to float",
+        "die": "its worker process died (exit code 3)",
+        "hang": "no answer in 1 s",
+    }
+    completions = [str(n) for n in range(40)]
+    for place, completion in enumerate(wrong):
+        completions.insert(4 * place + 1, completion)
+    with make_runner("obey") as runner:
+        scored = runner.score(samples_of(*completions))
+        assert runner.score(samples_of("true", "7"))[1].total == 7.0
+    for completion, one in zip(completions, scored, strict=True):
+        value = 0.0 if completion in wrong else float(completion)
+        assert (one.total, one.parts) == (value, {"users_rewards:obey": value})
+        assert one.errors == ((f"users_rewards:obey: {wrong[completion]}",) if completion in wrong else ())
+
+
+def test_samples_that_hang_one_after_another_are_each_found(no_process_left):
+    with make_runner("obey", timeout_s=0.5, num_workers=1) as runner:
+        began = time.monotonic()
+        scored = runner.score(samples_of("hang", "1", "hang"))
+        assert time.monotonic() - began < 10
+    assert [len(one.errors) for one in scored] == [1, 0, 1]
+
+
+def test_what_a_reward_started_ends_with_it(no_process_left):
+    with make_runner("obey", num_workers=1) as runner:
+        worker = psutil.Process(runner._workers[0].process.pid)
+        (scored,) = runner.score(samples_of("hang with a child"))
+        assert scored.errors and not worker.is_running()
+    group = [process for process in psutil.process_iter() if _group(process.pid) == worker.pid]
+    assert not [process for process in group if process.status() != psutil.STATUS_ZOMBIE]
+
+
+def _group(pid):
+    try:
+        return os.getpgid(pid)
+    except ProcessLookupError:
+        return None
+
+
+def test_a_pattern_without_end_is_cut_off(no_process_left):
+    with RewardRunner([RewardSpec("regex((a+)+$)")], timeout_s=TIMEOUT_S) as runner:
+        scored = runner.score(samples_of("a" * 60 + "b", "a"))
+    assert [one.total for one in scored] == [0.0, 1.0] and "no answer" in scored[0].errors[0]
+
+
+@pytest.mark.parametrize("wrong", ["raise", "die", "hang"])
+def test_stop_names_the_reward_and_the_sample_and_leaves_no_stale_answer(wrong, no_process_left):
+    with make_runner("obey", on_error="stop") as runner:
+        with pytest.raises(RolloutFault) as caught:
+            runner.score(samples_of(*["1"] * 10, wrong, *["1"] * 50))
+        assert caught.value.code == "R504"
+        assert "'users_rewards:obey' failed on sample 10" in str(caught.value)
+        assert [one.total for one in runner.score(samples_of("2", "3"))] == [2.0, 3.0]
+
+
+def test_stop_holds_for_built_in_rewards_too():
+    runner = RewardRunner([RewardSpec("exact_match")], on_error="stop")
+    with pytest.raises(RolloutFault, match=r"sample 1 .*the row has no 'answer'"):
+        runner.score([("", "", {"answer": ""}), ("", "", {})])
+
+
+def test_workers_that_die_between_batches_are_replaced_without_blame(no_process_left):
+    with make_runner("length") as runner:
+        for worker in runner._workers:
+            worker.process.kill()
+            worker.process.wait()
+        assert [one.errors for one in runner.score(samples_of("a", "b"))] == [(), ()]
+
+
+def test_a_stopped_worker_does_not_block_the_rank_that_writes_to_it(no_process_left):
+    with make_runner("length", timeout_s=1.0, num_workers=1) as runner:
+        os.kill(runner._workers[0].process.pid, signal.SIGSTOP)
+        scored = runner.score(samples_of("x" * 4_000_000, "x"))
+    assert [one.total for one in scored] == [0.0, 1.0]
+
+
+def test_a_module_that_cannot_be_imported_stops_the_start(users, no_process_left):
+    with pytest.raises(ConfigError, match="Did you mean 'length'"):
+        make_runner("lenght")
+    (users / "deadly.py").write_text("import os\nos._exit(7)")
+    with pytest.raises(RolloutFault, match=r"did not start: its worker process died \(exit code 7\)"):
+        RewardRunner([RewardSpec("deadly:f")])
+
+
+def test_a_module_whose_import_hangs_stops_the_start(users, monkeypatch, no_process_left):
+    monkeypatch.setattr(rewards, "START_S", 0.3)
+    (users / "endless.py").write_text("import time\ntime.sleep(1000)")
+    with pytest.raises(RolloutFault, match=r"did not start: no answer in 0\.3 s"):
+        RewardRunner([RewardSpec("endless:f")])
+
+
+def test_an_import_may_take_longer_than_a_call(users):
+    (users / "slow.py").write_text("import time\ntime.sleep(0.6)\ndef f(p, c, r): return 1")
+    with RewardRunner([RewardSpec("slow:f")], timeout_s=0.5, num_workers=1) as runner:
+        assert runner.score(samples_of("x"))[0].total == 1.0
+
+
+@pytest.mark.parametrize(
+    ("specs", "settings", "said"),
+    [
+        ([], {}, "is empty"),
+        ([RewardSpec("numeric"), RewardSpec("numeric")], {}, "twice"),
+        ([RewardSpec("numeric", math.nan)], {}, "weight"),
+        ([RewardSpec("numeric")], {"timeout_s": 0.0}, "timeout_s=0.0"),
+        ([RewardSpec("numeric")], {"num_workers": 0}, "num_workers=0"),
+        ([RewardSpec("numeric")], {"on_error": "zeros"}, "Did you mean 'zero'?"),
+    ],
+)
+def test_impossible_settings_are_refused(specs, settings, said):
+    with pytest.raises(ConfigError) as caught:
+        RewardRunner(specs, **settings)
+    assert said in str(caught.value)
+
+
+def test_workers_leave_with_a_rank_that_is_killed(users):
+    program = f"""
+        import sys
+        sys.path.insert(0, {str(users)!r})
+        from shardproof.rl.rewards import RewardRunner, RewardSpec
+        runner = RewardRunner([RewardSpec("users_rewards:obey")], timeout_s=100.0)
+        print(*(worker.process.pid for worker in runner._workers), flush=True)
+        runner.score([("", "hang", {{}})])
+    """
+    rank = run_python(program, stdout=subprocess.PIPE)
+    pids = [int(pid) for pid in rank.stdout.readline().split()]
+    assert len(pids) == 2 and all(psutil.pid_exists(pid) for pid in pids)
+    rank.kill()
+    rank.communicate()
+    until = time.monotonic() + 10
+    while any(map(psutil.pid_exists, pids)) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not any(map(psutil.pid_exists, pids))
+
+
+def test_a_script_without_a_main_guard_is_not_run_again_in_the_workers(users):
+    script = users / "train.py"
+    script.write_text(
+        "print('run')\n"
+        "from shardproof.rl.rewards import RewardRunner, RewardSpec\n"
+        "runner = RewardRunner([RewardSpec('users_rewards:judge')])\n"
+        "print(runner.score([('', '', {})])[0].total)\n"
+    )
+    # No close(): the workers must not keep the interpreter from leaving either.
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "run\n0.5\n", "")
+
+
+def test_workers_start_below_a_daemonic_process(users):
+    program = f"""
+        import multiprocessing, sys
+        sys.path.insert(0, {str(users)!r})
+        from shardproof.rl.rewards import RewardRunner, RewardSpec
+        def score():
+            with RewardRunner([RewardSpec("users_rewards:judge")], num_workers=1) as runner:
+                assert runner.score([("", "", {{}})])[0].total == 0.5
+        rank = multiprocessing.get_context("fork").Process(target=score, daemon=True)
+        rank.start()
+        rank.join()
+        sys.exit(rank.exitcode)
+    """
+    assert run_python(program).wait(60) == 0
+
+
+def test_a_worker_imports_neither_torch_nor_numpy():
+    program = (
+        "import sys, shardproof.rl.rewards; assert not {'torch', 'numpy', 'pydantic'} & set(sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", program]).returncode == 0

@@ -1,0 +1,285 @@
+"""Prompts: what is read, what is refused, the order, and the tokens."""
+
+import json
+import sys
+import types
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from shardproof.errors import ConfigError
+from shardproof.rl.data import PromptStream, encode_prompts, load_rows, sample_seed
+
+WORDS = [
+    "[UNK]",
+    "<s>",
+    "<user>",
+    "<assistant>",
+    "<system>",
+    "<end>",
+    "what",
+    "is",
+    "one",
+    "two",
+    "plus",
+    "?",
+]
+TEMPLATE = (
+    "<s>{% for m in messages %}"
+    "{% if m.role == 'tool' %}{{ raise_exception('there are no tools') }}{% endif %}"
+    "<{{ m.role }}> {{ m.content }} <end> {% endfor %}"
+    "{% if add_generation_prompt %}<assistant> {% endif %}"
+)
+
+
+def make_tokenizer(template=TEMPLATE):
+    """A word a token, and a <s> in front where special tokens are asked for."""
+    inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="[UNK]"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    inner.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="[UNK]", bos_token="<s>")
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def words(prompt):
+    return " ".join(WORDS[token] for token in prompt.tokens)
+
+
+def write(path, *rows):
+    path.write_text("".join(row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def refused(source, prompt="prompt", answer=None):
+    with pytest.raises(ConfigError) as caught:
+        load_rows(str(source), prompt, answer)
+    assert caught.value.code == "C005"
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json"])
+def test_lines_are_rows_and_blank_lines_are_nothing(tmp_path, name):
+    chat = [{"role": "user", "content": "hello"}]
+    source = write(
+        tmp_path / name, "\ufeff", {"prompt": "a\u2028b", "n": 1}, "\n", {"prompt": chat, "more": None}
+    )
+    assert load_rows(source, "prompt", None) == [
+        {"prompt": "a\u2028b", "n": 1},
+        {"prompt": chat, "more": None},
+    ]
+
+
+def test_the_answer_stands_where_rewards_look_for_it(tmp_path):
+    source = write(tmp_path / "rows.jsonl", {"question": "1+1", "solution": 2})
+    assert load_rows(source, "question", "solution") == [{"question": "1+1", "solution": 2, "answer": 2}]
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ([], "rows.jsonl holds no rows"),
+        (["\n\n"], "rows.jsonl holds no rows"),
+        ([{"prompt": "a"}, "{'prompt': 1}\n"], "rows.jsonl:2 is not JSON"),
+        (["[\n"], "Expected one object a line, not an array"),
+        ([{"prompt": "a"}, "\n", "3\n"], "rows.jsonl:3 is a JSON int"),
+        ([{"prompts": "a", "x": 1}], "no column 'prompt' (data.prompt_column); it has 'prompts', 'x'. Did you mean 'prompts'?"),
+        ([{"prompt": "a"}, {}], "rows.jsonl:2 has no column 'prompt' (data.prompt_column); it has none."),
+        ([{"prompt": None}], "rows.jsonl:1: column 'prompt' holds NoneType"),
+        ([{"prompt": 7}], "holds int; expected a string, or a list of {role, content}"),
+        ([{"prompt": []}], "holds an empty list"),
+        ([{"prompt": ["hello"]}], "message 1 is str"),
+        ([{"prompt": [{"role": "user", "content": "x"}, {"role": "user"}]}], "message 2 has nothing as its 'content'"),
+        ([{"prompt": [{"role": "user", "content": 3}]}], "message 1 has int as its 'content'"),
+    ],
+)  # fmt: skip
+def test_unusable_rows_are_named_by_file_and_line(tmp_path, rows, said):
+    assert said in refused(write(tmp_path / "rows.jsonl", *rows))
+
+
+def test_an_answer_column_that_is_not_there_is_refused(tmp_path):
+    source = write(tmp_path / "rows.jsonl", {"prompt": "a", "answers": "b"})
+    message = refused(source, answer="answer")
+    assert "rows.jsonl:1 has no column 'answer'" in message and "Did you mean 'answers'?" in message
+
+
+def test_bytes_that_are_not_text_are_named_by_line(tmp_path):
+    (tmp_path / "rows.jsonl").write_bytes(b'{"prompt": "a"}\n{"prompt": "\xff"}\n')
+    assert "rows.jsonl:2 is not JSON" in refused(tmp_path / "rows.jsonl")
+
+
+def test_sources_that_are_not_there_are_refused(tmp_path):
+    write(tmp_path / "train.jsonl", {"prompt": "a"})
+    assert "Did you mean 'train.jsonl'?" in refused(tmp_path / "trian.jsonl")
+    assert "does not exist" in refused(tmp_path / "nowhere" / "train.jsonl")
+    assert "is a folder" in refused(tmp_path)
+    write(tmp_path / "rows.csv", "prompt\n")
+    assert "is not a .jsonl, .json or .parquet file" in refused(tmp_path / "rows.csv")
+
+
+def test_parquet_rows(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    rows = [
+        {"prompt": [{"role": "user", "content": "a"}], "n": 1},
+        {"prompt": [{"role": "user", "content": "b"}], "n": 2},
+    ]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    assert load_rows(str(tmp_path / "rows.parquet"), "prompt", None) == rows
+    assert "row 1 has no column 'prompts'" in refused(tmp_path / "rows.parquet", prompt="prompts")
+    (tmp_path / "cut.parquet").write_bytes((tmp_path / "rows.parquet").read_bytes()[:-20])
+    assert "cut.parquet cannot be read as Parquet" in refused(tmp_path / "cut.parquet")
+    parquet.write_table(pyarrow.table({"prompt": pyarrow.array([], "string")}), tmp_path / "none.parquet")
+    assert "none.parquet holds no rows" in refused(tmp_path / "none.parquet")
+
+
+def test_libraries_that_are_not_installed_are_named_with_the_remedy(tmp_path, monkeypatch):
+    for name in ("pyarrow", "pyarrow.parquet", "datasets"):
+        monkeypatch.setitem(sys.modules, name, None)
+    (tmp_path / "rows.parquet").touch()
+    assert "pip install pyarrow" in refused(tmp_path / "rows.parquet")
+    assert "pip install datasets" in refused("hf:openai/gsm8k")
+
+
+@pytest.mark.parametrize(
+    ("source", "asked"),
+    [
+        ("hf:some/set", ("some/set", None, "train")),
+        ("hf:some/set:test", ("some/set", None, "test")),
+        ("hf:some/set:test[:10]", ("some/set", None, "test[:10]")),
+        ("hf:some/set:main:test", ("some/set", "main", "test")),
+        ("hf:some/set:main:train[10:20]", ("some/set", "main", "train[10:20]")),
+    ],
+)
+def test_hub_sources(monkeypatch, source, asked):
+    library = types.ModuleType("datasets")
+
+    def load_dataset(*arguments, split):
+        assert (*arguments, split) == asked
+        return [{"prompt": "a"}, {"prompt": "b"}]
+
+    library.load_dataset = load_dataset
+    monkeypatch.setitem(sys.modules, "datasets", library)
+    assert load_rows(source, "prompt", None) == [{"prompt": "a"}, {"prompt": "b"}]
+    assert f"{source}, row 1 has no column 'promt'" in refused(source, prompt="promt")
+
+
+def test_hub_sources_that_cannot_be_loaded(monkeypatch):
+    library = types.ModuleType("datasets")
+
+    def load_dataset(*arguments, split):
+        raise ConnectionError("offline mode is enabled")
+
+    library.load_dataset = load_dataset
+    monkeypatch.setitem(sys.modules, "datasets", library)
+    assert "cannot be loaded: ConnectionError: offline mode is enabled" in refused("hf:some/set")
+    assert "is not hf:name[:config][:split]" in refused("hf:some/set:a:b:c")
+
+
+def test_every_epoch_is_a_permutation_of_its_own():
+    stream = PromptStream(50, seed=3)
+    epochs = [stream.take(50) for _ in range(4)]
+    assert all(sorted(epoch) == list(range(50)) for epoch in epochs)
+    assert len(set(map(tuple, epochs))) == 4
+    assert PromptStream(50, seed=4).take(50) != epochs[0]
+    assert PromptStream(50, seed=-1).take(50) != epochs[0]
+
+
+def test_the_order_does_not_depend_on_how_much_is_taken_at_a_time():
+    whole = PromptStream(7, seed=0).take(100)
+    for size in (1, 3, 7, 20):
+        stream = PromptStream(7, seed=0)
+        parts = []
+        while len(parts) < 100:
+            parts += stream.take(size)
+        assert parts[:100] == whole and stream.position == len(parts)
+
+
+def test_the_order_is_written_down():
+    # A run that is resumed under another release of numpy or Python must go on in the same order.
+    assert PromptStream(10, seed=0).take(12) == [0, 2, 9, 1, 8, 5, 4, 3, 6, 7, 5, 3]
+
+
+def test_a_position_resumes_exactly():
+    stream = PromptStream(11, seed=5)
+    stream.take(17)
+    position, following = stream.position, stream.take(40)
+    resumed = PromptStream(11, seed=5)
+    resumed.position = position
+    assert (position, resumed.take(40)) == (17, following)
+    stream.position = 0
+    assert stream.take(17) == PromptStream(11, seed=5).take(17)
+
+
+def test_streams_that_cannot_be():
+    with pytest.raises(ConfigError, match="C005"):
+        PromptStream(0, seed=0)
+    with pytest.raises(ConfigError, match="negative"):
+        PromptStream(3, seed=0).position = -1
+    assert PromptStream(3, seed=0).take(0) == []
+
+
+def test_plain_prompts_get_the_tokenizers_special_tokens():
+    rows = [{"prompt": "what is one"}, {"prompt": "two"}]
+    first, second = encode_prompts(rows, make_tokenizer(), "prompt", chat=False, max_prompt_tokens=None)
+    assert (first.row, first.text, words(first)) == (rows[0], "what is one", "<s> what is one")
+    assert second.tokens == (1, WORDS.index("two"))
+
+
+def test_chat_prompts_go_through_the_template_with_one_beginning():
+    system = [{"role": "system", "content": "plus"}, {"role": "user", "content": "two ?"}]
+    rows = [{"q": "what is one ?"}, {"q": system}]
+    first, second = encode_prompts(rows, make_tokenizer(), "q", chat=True, max_prompt_tokens=None)
+    assert first.text == "<s><user> what is one ? <end> <assistant> "
+    assert words(second).startswith(
+        "[UNK] plus <end> <user> two ?"
+    )  # "<s><system>" is no word of this vocabulary
+    assert second.text.count("<s>") == 1 and first.tokens[0] != 1
+
+
+def test_a_list_goes_through_the_template_also_without_chat():
+    rows = [{"prompt": "one"}, {"prompt": [{"role": "user", "content": "two"}]}, {"prompt": "plus"}]
+    prompts = encode_prompts(rows, make_tokenizer(), "prompt", chat=False, max_prompt_tokens=None)
+    assert [prompt.text for prompt in prompts] == ["one", "<s><user> two <end> <assistant> ", "plus"]
+    assert [words(prompt) for prompt in prompts][::2] == ["<s> one", "<s> plus"]
+
+
+def test_an_unfinished_answer_is_continued():
+    turns = [{"role": "user", "content": "what"}, {"role": "assistant", "content": "one plus"}]
+    (prompt,) = encode_prompts([{"prompt": turns}], make_tokenizer(), "prompt", False, None)
+    assert prompt.text == "<s><user> what <end> <assistant> one plus"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "said"),
+    [
+        ("what is one plus two", "row 2: the prompt has 6 tokens, more than data.max_prompt_tokens=4; 1 of 2 rows"),
+        ("", "row 2: the prompt is empty"),
+        (" \n", "row 2: the prompt is empty"),
+        ([{"role": "tool", "content": "x"}], "row 2: the chat template refuses the prompt: there are no tools"),
+    ],
+)  # fmt: skip
+def test_unusable_prompts_are_named_by_row(prompt, said):
+    rows = [{"prompt": "what is one"}, {"prompt": prompt}]
+    with pytest.raises(ConfigError) as caught:
+        encode_prompts(rows, make_tokenizer(), "prompt", chat=False, max_prompt_tokens=4)
+    assert caught.value.code == "C005" and said in str(caught.value)
+
+
+def test_an_empty_prompt_is_refused_although_its_template_is_not_empty():
+    with pytest.raises(ConfigError, match="row 1: the prompt is empty"):
+        encode_prompts([{"prompt": ""}], make_tokenizer(), "prompt", chat=True, max_prompt_tokens=None)
+
+
+def test_a_tokenizer_without_a_template_is_refused():
+    with pytest.raises(ConfigError, match="the tokenizer has none"):
+        encode_prompts([{"prompt": "one"}], make_tokenizer(None), "prompt", chat=True, max_prompt_tokens=None)
+
+
+def test_sample_seeds_are_distinct_63_bit_and_fixed():
+    seeds = {sample_seed(run, step, index) for run in range(3) for step in range(20) for index in range(50)}
+    assert len(seeds) == 3000 and all(0 <= seed < 2**63 for seed in seeds)
+    assert max(seeds) > 2**62
+    assert sample_seed(1, 11, 1) != sample_seed(11, 1, 1) != sample_seed(1, 1, 11)
+    assert sample_seed(0, 0, 0) == 3051931488724851722
