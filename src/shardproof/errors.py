@@ -15,6 +15,9 @@ class ShardproofError(Exception):
         self.findings = [findings] if isinstance(findings, Finding) else list(findings)
         super().__init__("\n".join(str(finding) for finding in self.findings))
 
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.findings,)
+
     @property
     def code(self) -> str:
         return self.findings[0].code

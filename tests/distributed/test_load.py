@@ -429,3 +429,14 @@ def test_replicas_receive_one_gradient(checkpoints, strategy, layout):
     for first, second in zip(gradients[:shards], gradients[shards:], strict=True):
         assert first.keys() == second.keys() and first
         assert [name for name in first if not torch.equal(first[name], second[name])] == []
+
+
+def test_both_strategies_reduce_to_the_same_gradient(checkpoints):
+    """Replicas that are not sharded hold whole gradients, so that they can be compared as they are."""
+    arguments = (gradients_of_different_data, checkpoints["in many files"])
+    (first, _), (second, _) = (run_ranks(2, *arguments, strategy, 2) for strategy in STRATEGIES)
+    assert first.keys() == second.keys()
+    odd = [
+        n for n in first if not torch.allclose(first[n].view_as(second[n]), second[n], rtol=1e-4, atol=1e-6)
+    ]
+    assert odd == []

@@ -126,7 +126,7 @@ def test_regex_takes_its_pattern_from_the_row_or_from_its_name():
         ("exact_mach", "Did you mean 'exact_match'?"),
         ("", "is not one of exact_match, numeric, regex"),
         ("users_rewards:", "module:function"),
-        ("users_rewards:lenght", "Did you mean 'length'?"),
+        ("users_rewards:lengthy", "Did you mean 'length'?"),
         ("users_rewards:NOT_A_FUNCTION", "3 is not a callable object"),
         ("users_rewards:two_arguments", "cannot be called as (prompt, completion, row)"),
         ("no_such_module_at_all:f", "No module named 'no_such_module_at_all'"),
@@ -208,7 +208,7 @@ def test_samples_that_hang_one_after_another_are_each_found(no_process_left):
 
 
 def test_what_a_reward_started_ends_with_it(no_process_left):
-    with make_runner("obey", num_workers=1) as runner:
+    with make_runner("obey", timeout_s=0.3, num_workers=1) as runner:
         worker = psutil.Process(runner._workers[0].process.pid)
         (scored,) = runner.score(samples_of("hang with a child"))
         assert scored.errors and not worker.is_running()
@@ -224,7 +224,7 @@ def _group(pid):
 
 
 def test_a_pattern_without_end_is_cut_off(no_process_left):
-    with RewardRunner([RewardSpec("regex((a+)+$)")], timeout_s=TIMEOUT_S) as runner:
+    with RewardRunner([RewardSpec("regex((a+)+$)")], timeout_s=0.6) as runner:
         scored = runner.score(samples_of("a" * 60 + "b", "a"))
     assert [one.total for one in scored] == [0.0, 1.0] and "no answer" in scored[0].errors[0]
 
@@ -262,7 +262,7 @@ def test_a_stopped_worker_does_not_block_the_rank_that_writes_to_it(no_process_l
 
 def test_a_module_that_cannot_be_imported_stops_the_start(users, no_process_left):
     with pytest.raises(ConfigError, match="Did you mean 'length'"):
-        make_runner("lenght")
+        make_runner("lengthy")
     (users / "deadly.py").write_text("import os\nos._exit(7)")
     with pytest.raises(RolloutFault, match=r"did not start: its worker process died \(exit code 7\)"):
         RewardRunner([RewardSpec("deadly:f")])

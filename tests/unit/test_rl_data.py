@@ -111,7 +111,7 @@ def test_bytes_that_are_not_text_are_named_by_line(tmp_path):
 
 def test_sources_that_are_not_there_are_refused(tmp_path):
     write(tmp_path / "train.jsonl", {"prompt": "a"})
-    assert "Did you mean 'train.jsonl'?" in refused(tmp_path / "trian.jsonl")
+    assert "Did you mean 'train.jsonl'?" in refused(tmp_path / "trai.jsonl")
     assert "does not exist" in refused(tmp_path / "nowhere" / "train.jsonl")
     assert "is a folder" in refused(tmp_path)
     write(tmp_path / "rows.csv", "prompt\n")
@@ -162,7 +162,7 @@ def test_hub_sources(monkeypatch, source, asked):
     library.load_dataset = load_dataset
     monkeypatch.setitem(sys.modules, "datasets", library)
     assert load_rows(source, "prompt", None) == [{"prompt": "a"}, {"prompt": "b"}]
-    assert f"{source}, row 1 has no column 'promt'" in refused(source, prompt="promt")
+    assert f"{source}, row 1 has no column 'promp'" in refused(source, prompt="promp")
 
 
 def test_hub_sources_that_cannot_be_loaded(monkeypatch):
@@ -232,10 +232,8 @@ def test_chat_prompts_go_through_the_template_with_one_beginning():
     rows = [{"q": "what is one ?"}, {"q": system}]
     first, second = encode_prompts(rows, make_tokenizer(), "q", chat=True, max_prompt_tokens=None)
     assert first.text == "<s><user> what is one ? <end> <assistant> "
-    assert words(second).startswith(
-        "[UNK] plus <end> <user> two ?"
-    )  # "<s><system>" is no word of this vocabulary
-    assert second.text.count("<s>") == 1 and first.tokens[0] != 1
+    assert words(first) == "<s> <user> what is one ? <end> <assistant>"
+    assert words(second) == "<s> <system> plus <end> <user> two ? <end> <assistant>"
 
 
 def test_a_list_goes_through_the_template_also_without_chat():

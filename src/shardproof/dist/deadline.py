@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from shardproof.errors import fail
+from shardproof.errors import ShardproofError, fail
 
 # What backends say when a peer is gone or does not answer.
 _LOST = ("timed out", "timeout", "connection closed", "connection reset", "broken pipe", "peer", "nccl", "socket")
@@ -35,7 +35,7 @@ def deadline(stage: str, code: str, seconds: float, groups: Sequence[dist.Proces
         yield
     except RuntimeError as error:
         text = str(error).lower()
-        if dist.get_world_size() > 1 and any(sign in text for sign in _LOST) and type(error).__module__ != __name__:
+        if dist.get_world_size() > 1 and any(sign in text for sign in _LOST) and not isinstance(error, ShardproofError):
             waited = time.monotonic() - started
             first_line = str(error).strip().splitlines()[0][:200]
             message = f"another rank was lost or did not answer within {seconds:g} s ({waited:.1f} s into it): {first_line}"

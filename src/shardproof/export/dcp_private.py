@@ -1,8 +1,7 @@
 """torch DCP over flat ranges, without unpickling anything that could run code.
 
 Both strategies hold flat ranges of tensors, so a tensor is saved as one 1-D tensor of which each rank has a chunk;
-DCP's own planners then reshard between any layouts. tests/unit/test_private_interfaces.py fails when what is used here
-moves.
+DCP's own planners then reshard between any layouts. tests/unit/test_dcp_private.py fails when what is used here moves.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from torch.distributed.checkpoint.metadata import (
     Metadata,
     MetadataIndex,
     TensorProperties,
+    TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
@@ -93,6 +93,9 @@ class FlatLoadPlanner(DefaultLoadPlanner):
         self.is_coordinator = is_coordinator
         self.mappings = {}
 
+    def load_bytes(self, read_item: Any, value: Any) -> None:
+        raise fail("E409", "resume", "it holds a pickled object.")
+
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
         return self.state_dict[index.fqn].local
 
@@ -128,6 +131,11 @@ def read_metadata(folder: Path) -> Metadata:
         raise fail("E407", "resume", f"{folder.name}: its metadata cannot be read: {error}.") from error
     if not isinstance(metadata, Metadata):
         raise fail("E407", "resume", f"{folder.name}: its metadata is a {type(metadata).__name__}.")
+    for name, described in metadata.state_dict_metadata.items():
+        if not isinstance(described, TensorStorageMetadata):
+            raise fail(
+                "E409", "resume", f"{folder.name}: {name!r} is a pickled object, not a tensor.", tensor=name
+            )
     for info in (metadata.storage_data or {}).values():
         if Path(info.relative_path).name != info.relative_path:
             raise fail(

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import struct
+from collections import Counter
 from collections.abc import Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 import torch.distributed as dist
+from transformers import PretrainedConfig
 
 from shardproof.checkpoint.reader import DTYPES, INDEX_NAME, SINGLE_NAME
 from shardproof.dist.collectives import together
@@ -19,6 +23,7 @@ from shardproof.errors import fail
 from shardproof.export.manifest import ExportReceipt, TensorMeta
 from shardproof.export.stream import WeightStream
 from shardproof.model.lora import ADAPTER
+from shardproof.model.roles import CRITIC
 from shardproof.shard.sharded_model import ShardedModel
 
 _MAX_FILE_BYTES = 4 * 10**9
@@ -47,21 +52,18 @@ def save_pretrained(
     files = _plan_files(stream.metadata(), max_file_bytes, stream.payload.adapter_only)
     with together("save_pretrained"):
         target.mkdir(parents=True, exist_ok=True)
-    writers = {file: index % dist.get_world_size() for index, file in enumerate(files)}
-    problem: OSError | None = None
-    with (
-        _Files(target, files, [f for f, rank in writers.items() if rank == dist.get_rank()]) as output,
-        stream,
-    ):
-        for name, tensor in stream:
-            # A rank that cannot write still takes part in the gathers; the error is shared afterwards.
-            try:
+    mine = [file for index, file in enumerate(files) if index % dist.get_world_size() == dist.get_rank()]
+    output = _Files(target, files, mine)
+    try:
+        with stream:
+            for name, tensor in stream:
                 output.write(name, tensor)
-            except OSError as error:
-                problem = problem or error
+    except BaseException:
+        output.discard()
+        raise
     with together("save_pretrained"):
-        if problem is not None:
-            raise fail("E408", "save_pretrained", f"{problem}", rank=dist.get_rank())
+        output.finish()
+    with together("save_pretrained"):
         if dist.get_rank() == 0:
             _write_description(policy, target, files, stream.payload.adapter_only)
     assert stream.receipt is not None
@@ -93,6 +95,7 @@ class _Files:
         self._open: dict[str, BinaryIO] = {}
         self._places: dict[str, tuple[str, int]] = {}
         self._headers: dict[str, bytes] = {}
+        self._problem: OSError | None = None
         for file in mine:
             header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
             offset = 0
@@ -105,34 +108,60 @@ class _Files:
             raw = json.dumps(header).encode()
             self._headers[file] = raw + b" " * (-len(raw) % 8)
 
-    def __enter__(self) -> _Files:
-        return self
-
     def write(self, name: str, tensor: torch.Tensor) -> None:
-        """Put a tensor in its place, if it is one of this rank's files."""
-        if name not in self._places:
+        """Put a tensor in its place, if it is one of this rank's files.
+
+        A rank that cannot write still takes part in the stream's gathers; `finish` raises what went wrong.
+        """
+        if name not in self._places or self._problem is not None:
             return
         file, offset = self._places[name]
-        if file not in self._open:
-            self._open[file] = (self._folder / f".{file}.partial").open("wb")
-            self._open[file].write(struct.pack("<Q", len(self._headers[file])) + self._headers[file])
-        handle = self._open[file]
-        handle.seek(8 + len(self._headers[file]) + offset)
-        raw = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-        handle.write(raw.numpy().data)
+        try:
+            if file not in self._open:
+                self._open[file] = self._partial(file).open("wb")
+                self._open[file].write(struct.pack("<Q", len(self._headers[file])) + self._headers[file])
+            handle = self._open[file]
+            handle.seek(8 + len(self._headers[file]) + offset)
+            raw = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+            handle.write(raw.numpy().data)
+        except OSError as error:
+            self._problem = error
 
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
-        for file, handle in self._open.items():
-            partial = self._folder / f".{file}.partial"
+    def finish(self) -> None:
+        """Give complete files their names; a file that could not be written whole never gets one."""
+        for handle in self._open.values():
             try:
                 handle.close()
-                if kind is None:
-                    os.replace(partial, self._folder / file)
-                    continue
-            except OSError:
-                if kind is None:
-                    raise
-            partial.unlink(missing_ok=True)
+            except OSError as error:
+                self._problem = self._problem or error
+        if self._problem is not None:
+            self.discard()
+            raise fail("E408", "save_pretrained", f"{self._problem}", rank=dist.get_rank())
+        for file in self._open:
+            os.replace(self._partial(file), self._folder / file)
+
+    def discard(self) -> None:
+        """Remove what was begun."""
+        for file, handle in self._open.items():
+            with contextlib.suppress(OSError):
+                handle.close()
+            self._partial(file).unlink(missing_ok=True)
+
+    def _partial(self, file: str) -> Path:
+        return self._folder / f".{file}.partial"
+
+
+def _described_config(policy: ShardedModel, files: dict[str, list[TensorMeta]]) -> PretrainedConfig:
+    """The config of what is in the files: its dtype, and for a critic the classifier that has one value."""
+    config = deepcopy(policy.model.config)
+    dtypes = Counter(meta.dtype for group in files.values() for meta in group if meta.dtype.is_floating_point)
+    config.dtype = dtypes.most_common(1)[0][0]
+    architecture = type(policy.model).__name__
+    if policy.role == CRITIC:
+        architecture = architecture.replace("ForCausalLM", "ForSequenceClassification")
+        config.num_labels = 1
+    config.architectures = [architecture]
+    return config
 
 
 def _write_description(
@@ -142,8 +171,7 @@ def _write_description(
     if adapter_only:
         policy.model.peft_config[ADAPTER].save_pretrained(folder)
         return
-    policy.model.config.architectures = [type(policy.model).__name__]
-    policy.model.config.save_pretrained(folder)
+    _described_config(policy, files).save_pretrained(folder)
     if len(files) > 1:
         total = sum(meta.nbytes for group in files.values() for meta in group)
         weight_map = {meta.name: file for file, group in files.items() for meta in group}

@@ -9,12 +9,15 @@ import secrets
 import shutil
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -99,8 +102,7 @@ def save_checkpoint(
     root = Path(folder)
     number = policy.version if step is None else step
     with together("save"):
-        root.mkdir(parents=True, exist_ok=True)
-        json.dumps(extra or {})
+        _check_target(root, extra or {})
     state = describe(policy, optimizer, scheduler, extra or {})
     nonce = exchange(secrets.token_hex(4))[0]
     partial = root / f"{_PARTIAL}{number:08d}-{nonce}"
@@ -131,6 +133,21 @@ def save_checkpoint(
     policy.pending_save = pending
     pending.blocked_seconds = time.perf_counter() - started
     return pending
+
+
+def _check_target(root: Path, extra: dict[str, Any]) -> None:
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise fail(
+            "E408", "save", f"{root} cannot be made: {error.strerror}.", rank=dist.get_rank()
+        ) from error
+    try:
+        json.dumps(extra)
+    except (TypeError, ValueError) as error:
+        raise fail(
+            "E408", "save", f"extra is not JSON: {error}.", fix="pass plain numbers, text and lists"
+        ) from error
 
 
 def _then(work: Any, hook: Any) -> Any:
@@ -173,9 +190,10 @@ def _write(
     partial: Path, ranges: dict[str, FlatRange], state: dict[str, Any], group: dist.ProcessGroup
 ) -> None:
     """Write the tensors through DCP and the rest as JSON. Collective: every rank, on the checkpoint group."""
-    dcp.save(ranges, storage_writer=make_writer(partial), planner=FlatSavePlanner(), process_group=group)
     if dist.get_rank() == 0:
+        partial.mkdir(parents=True, exist_ok=True)
         _write_json(partial / STATE_NAME, state)
+    dcp.save(ranges, storage_writer=make_writer(partial), planner=FlatSavePlanner(), process_group=group)
 
 
 def _write_json(path: Path, value: Any) -> None:
@@ -186,20 +204,35 @@ def _write_json(path: Path, value: Any) -> None:
 
 
 def _publish(root: Path, partial: Path, number: int, keep: int | None, group: dist.ProcessGroup) -> Path:
-    """Give the complete folder its name, in one rename, and drop what is no longer kept."""
+    """Give the complete folder its name, in one rename, and drop what is no longer kept.
+
+    Collective: every rank, on the checkpoint group; what fails on rank 0 fails on all.
+    """
     final = root / f"step-{number:08d}"
+    problem = None
     dist.barrier(group=group)
     if dist.get_rank() == 0:
-        if final.exists():
-            shutil.rmtree(final)
-        os.rename(partial, final)
-        _sync_folder(root)
-        for old in list_checkpoints(root)[: -keep if keep else None] if keep is not None else []:
-            shutil.rmtree(old, ignore_errors=True)
-        for leftover in root.glob(f"{_PARTIAL}*"):
-            shutil.rmtree(leftover, ignore_errors=True)
-    dist.barrier(group=group)
+        try:
+            _rename(root, partial, final, keep)
+        except OSError as error:
+            problem = error
+    outcome = torch.tensor([int(problem is not None)])
+    dist.broadcast(outcome, 0, group=group)
+    if int(outcome):
+        raise problem or OSError("rank 0 could not publish the checkpoint")
     return final
+
+
+def _rename(root: Path, partial: Path, final: Path, keep: int | None) -> None:
+    replaced = root / f"{_PARTIAL}replaced-{final.name}"
+    if final.exists():
+        os.rename(final, replaced)
+    os.rename(partial, final)
+    _sync_folder(root)
+    for old in list_checkpoints(root)[: -keep if keep else None] if keep is not None else []:
+        shutil.rmtree(old, ignore_errors=True)
+    for leftover in root.glob(f"{_PARTIAL}*"):
+        shutil.rmtree(leftover, ignore_errors=True)
 
 
 def _sync_folder(folder: Path) -> None:
@@ -258,7 +291,7 @@ def resume(
             if isinstance(info, TensorStorageMetadata)
         }
         ranges |= allocate_optimizer(policy, optimizer, saved)
-    with torch.no_grad():
+    with torch.no_grad(), _explaining(chosen):
         dcp.load(
             ranges,
             storage_reader=SafeReader(chosen),
@@ -266,6 +299,16 @@ def resume(
             process_group=_group_of(policy),
         )
     return restore(policy, optimizer, scheduler, state)
+
+
+@contextmanager
+def _explaining(folder: Path) -> Iterator[None]:
+    """DCP's errors, which every rank raises alike, as ours; it derives them from BaseException."""
+    try:
+        yield
+    except CheckpointException as error:
+        detail = " ".join(str(error).split())[-300:]
+        raise fail("E407", "resume", f"{folder.name} cannot be read: {detail}") from error
 
 
 def find_checkpoint(folder: Path, which: str) -> Path:

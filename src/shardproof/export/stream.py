@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Generator, Iterator, Sequence
 from types import TracebackType
 
 import torch
@@ -53,7 +54,7 @@ class WeightStream:
         self.receipt: ExportReceipt | None = None
         self.payload = Payload(policy, dtype, merge_lora)
         check_entries(self.payload.entries)
-        self._running: Iterator[tuple[str, torch.Tensor]] | None = None
+        self._running: weakref.ref[Generator[tuple[str, torch.Tensor], None, None]] | None = None
 
     def metadata(self) -> list[TensorMeta]:
         """Names, dtypes and shapes, in the order of iteration."""
@@ -64,8 +65,10 @@ class WeightStream:
         ]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        self._running = self._run()
-        return self._running
+        running = self._run()
+        # Held weakly: a loop that is left lets go of it, and it then tells the other ranks.
+        self._running = weakref.ref(running)
+        return running
 
     def __enter__(self) -> WeightStream:
         return self
@@ -77,11 +80,12 @@ class WeightStream:
 
     def close(self) -> None:
         """End an iteration that was left early, telling the other ranks. Leaving a `for` loop does this too."""
-        if self._running is not None:
-            self._running.close()  # type: ignore[attr-defined]
-            self._running = None
+        running = self._running() if self._running is not None else None
+        if running is not None:
+            running.close()
+        self._running = None
 
-    def _run(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def _run(self) -> Generator[tuple[str, torch.Tensor], None, None]:
         payload, seconds = self.payload, 0.0
         payload.refresh()
         digests: dict[str, int] = {}

@@ -100,10 +100,26 @@ def _repeat_heads(states: torch.Tensor, num_heads: int) -> torch.Tensor:
 
 def _by_sequence(
     attend: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packing: Packing, *args: Any
-):
-    """`attend` on each sequence alone: nothing of size tokens x tokens exists beyond the longest sequence."""
-    parts = [attend(query[:, :, a:b], key[:, :, a:b], value[:, :, a:b], *args) for a, b in packing.spans()]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+) -> torch.Tensor:
+    """`attend` on each sequence alone, those of one length together: nothing is padded, nothing is tokens x tokens."""
+    groups = packing.by_length()
+    if len(groups) == len(packing.lengths):
+        parts = [
+            attend(query[:, :, a:b], key[:, :, a:b], value[:, :, a:b], *args) for a, b in packing.spans()
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+    order, back = packing.order()
+    query, key, value = (states[0].index_select(1, order) for states in (query, key, value))
+    parts, at = [], 0
+    for length, number in groups.items():
+        size = length * number
+        batch = (
+            states[:, at : at + size].unflatten(1, (number, length)).transpose(0, 1)
+            for states in (query, key, value)
+        )
+        parts.append(attend(*batch, *args).transpose(0, 1).flatten(1, 2))
+        at += size
+    return torch.cat(parts, dim=1).index_select(1, back)[None]
 
 
 def _visible(length: int, window: int | None, device: torch.device) -> torch.Tensor:

@@ -21,6 +21,7 @@ _STATE_SPACE_FIELDS = (
     "conv_L_cache",
     "lru_width",
 )
+_ATTENTION_DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 # Rotary embeddings that forward recomputes from the largest position it meets.
 MOVING_ROPE = {"dynamic", "longrope"}
 
@@ -61,6 +62,8 @@ def why_not_packed(config: PretrainedConfig) -> str | None:
         return "its layers carry state from token to token"
     if getattr(text, "attention_chunk_size", None) or "chunked_attention" in layer_types:
         return "its attention is limited to chunks"
+    if any((getattr(text, name, None) or 0.0) > 0.0 for name in _ATTENTION_DROPOUT):
+        return "its attention has dropout, which packed attention does not"
     if rope_types(config) & MOVING_ROPE:
         return "its rotary embedding depends on the longest position in the batch"
     return None

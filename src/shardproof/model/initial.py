@@ -35,6 +35,8 @@ class InitSpec:
     b: float = 0.0  # standard deviation or upper bound
     rows: dict[int, float] = field(default_factory=dict)  # rows set to a constant afterwards
     module_name: str = ""  # whose _init_weights wrote it last
+    template: nn.Module | None = None  # that module on meta, before anything was sharded
+    owner: PreTrainedModel | None = None  # whose `_init_weights` it is
 
     def __str__(self) -> str:
         if self.kind == "module":
@@ -153,6 +155,10 @@ def record_initialisation(model: PreTrainedModel) -> dict[str, InitSpec]:
                 reset_adapter(model, module)
             else:
                 hf_private.run_init_weights(model, module_name, module)
+    for spec in recorder.specs.values():
+        if spec.kind == "module":
+            spec.template = deepcopy(model.get_submodule(spec.module_name))
+            spec.owner = hf_private.initialiser_of(model, spec.module_name)
     return recorder.specs
 
 
@@ -196,13 +202,14 @@ def _seed_of(seed: int, name: str, block: int) -> int:
     return int.from_bytes(raw[:7], "little")
 
 
-def initialise_whole(model: PreTrainedModel, spec: InitSpec, seed: int) -> torch.Tensor:
+def initialise_whole(spec: InitSpec, seed: int) -> torch.Tensor:
     """The tensor as its module's own `_init_weights` makes it, in float32. Memory: that module, whole."""
-    module = deepcopy(model.get_submodule(spec.module_name)).to_empty(device="cpu")
+    assert spec.template is not None and spec.owner is not None
+    module = deepcopy(spec.template).to_empty(device="cpu")
     relative = spec.name.removeprefix(spec.module_name).lstrip(".")
     with hf_private.quiet_initialisation():
         torch.manual_seed(_seed_of(seed, spec.name, 0))
-        hf_private.run_init_weights(model, spec.module_name, module)
+        spec.owner._init_weights(module)
     value = dict([*module.named_parameters(), *module.named_buffers()])[relative].detach()
     if not torch.isfinite(value).all():
         raise fail("L115", "initialise", f"{spec} leaves parts of {spec.name!r} unwritten.", tensor=spec.name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -33,6 +34,20 @@ class Packing:
         for length in lengths:
             self.borders.append(self.borders[-1] + length)
         self.cu_seqlens = to_device(torch.tensor(self.borders, dtype=torch.int32), device)
+        self._device = device
+        self._order: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def by_length(self) -> dict[int, int]:
+        """{length: number of sequences that have it}, in the order in which `order` puts them."""
+        return dict(Counter(sorted(self.lengths)))
+
+    def order(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(token positions with sequences of one length side by side, the way back); found once for all layers."""
+        if self._order is None:
+            spans = sorted(self.spans(), key=lambda span: span[1] - span[0])
+            order = torch.cat([torch.arange(a, b) for a, b in spans])
+            self._order = (to_device(order, self._device), to_device(torch.argsort(order), self._device))
+        return self._order
 
     def spans(self) -> list[tuple[int, int]]:
         """(first, past the last) token of each sequence."""

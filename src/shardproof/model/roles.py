@@ -44,7 +44,7 @@ class RoleModule(nn.Module):
     def values(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """One value for each token."""
         hidden = self.model.base_model(*args, **kwargs)[0]
-        return self.model.get_submodule(VALUE_HEAD)(hidden).squeeze(-1)
+        return self.model.get_submodule(VALUE_HEAD)(hidden).squeeze(-1).clone()
 
     def logprobs(
         self,

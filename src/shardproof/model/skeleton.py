@@ -15,7 +15,7 @@ from shardproof.errors import fail
 from shardproof.model import hf_private
 from shardproof.model.buffers import compute_buffers, computed_values
 from shardproof.model.lora import inject_lora
-from shardproof.model.roles import CRITIC, REFERENCE, attach_value_head
+from shardproof.model.roles import CRITIC, REFERENCE, VALUE_HEAD, attach_value_head
 from shardproof.model.router import replay_routing
 
 
@@ -59,6 +59,8 @@ def build_skeleton(
     computed = {name: value.clone() for name, value in computed_values(model).items()}
     if lora is not None:
         inject_lora(model, lora)
+        if role == CRITIC:
+            model.get_submodule(VALUE_HEAD).requires_grad_(True)  # it is new, so it has to learn
         writers = {_with_base_layer(model, name): writer for name, writer in writers.items()}
     _set_param_dtype(model, param_dtype)
     if role == REFERENCE:

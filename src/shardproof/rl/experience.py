@@ -250,9 +250,7 @@ def _reward_metrics(run: Run, groups: Sequence[Group]) -> dict[str, float]:
         "completion/finished": _mean(merged["finished"]),
     }
     for name in {name for part in merged["parts"] for name in part}:
-        metrics[f"reward/{name.rpartition(':')[2]}"] = _mean(
-            [part.get(name, 0.0) for part in merged["parts"]]
-        )
+        metrics[f"reward/{name}"] = _mean([part.get(name, 0.0) for part in merged["parts"]])
     return metrics
 
 

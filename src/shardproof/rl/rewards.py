@@ -231,8 +231,8 @@ class _Worker:
 
     def submit(self, calls: Sequence[Call]) -> None:
         self.pending.extend(calls)
-        self.send([(name, sample) for _, name, sample in calls])
         self.deadline = time.monotonic() + self.timeout_s
+        self.send([(name, sample) for _, name, sample in calls])
 
     def send(self, message: object) -> None:
         # A worker that is gone or stuck is noticed where its answers are read.

@@ -64,7 +64,7 @@ def materialise(
                 bytes_read += value.numel() * value.element_size()
                 _write_values(shard, value.reshape(-1)[shard.start : shard.stop], ledger)
             elif origin.kind == "module":
-                value = initialise_whole(model, origin, plan.seed)
+                value = initialise_whole(origin, plan.seed)
                 _write_values(shard, value.reshape(-1)[shard.start : shard.stop], ledger)
             else:
                 _write_values(shard, draw(origin, plan.seed, shard.shape, shard.start, shard.stop), ledger)

@@ -21,6 +21,7 @@ class PeakMemory:
 
     def __enter__(self) -> PeakMemory:
         if self._device.type == "cuda":
+            torch.empty(0, device=self._device)  # the allocator has no statistics before its first use
             torch.cuda.reset_peak_memory_stats(self._device)
             self._start = torch.cuda.memory_allocated(self._device)
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -117,6 +118,7 @@ def _score_all(
         check_batch(batch, vocabulary=vocabulary_size(policy), max_length=max_positions(policy.model.config))
         if temperature <= 0:
             raise fail("C001", "score", f"temperature={temperature} must be positive.")
+    check_same_in_group(policy, batch)
     scoring = scoring_of(policy)
     results: dict[int, Scored] = {}
     with torch.no_grad(), _evaluating(policy), scoring_context(policy, scoring), ExitStack() as stack:
@@ -155,6 +157,20 @@ def _check_finite(policy: ShardedModel, what: str, rows: list[torch.Tensor]) -> 
                 findings.append(Finding("T301", "score", message, rank=dist.get_rank()))
                 break
     raise_together(findings)
+
+
+def check_same_in_group(policy: ShardedModel, batch: Batch) -> None:
+    """Raise unless the ranks of each sequence-parallel group have the same sequences. Collective: every rank."""
+    size = policy.sequence_parallel
+    if size == 1:
+        return
+    digests = exchange(hashlib.sha256(str(batch.sequences).encode()).hexdigest())
+    for rank, found in enumerate(digests):
+        if found != digests[rank - rank % size]:
+            message = f"it has other sequences than rank {rank - rank % size}, which is in its sequence-parallel group."
+            raise fail(
+                "C004", "batch", message, rank=rank, fix="pass the same sequences on the ranks of a group"
+            )
 
 
 def vocabulary_size(policy: ShardedModel) -> int:
@@ -281,7 +297,11 @@ def scoring_of(policy: ShardedModel) -> Scoring:
 
 def _find_scoring(policy: ShardedModel) -> Scoring:
     refused = why_not_packed(policy.model.config)
-    chunked = policy.role != CRITIC and can_chunk(policy.model.get_output_embeddings())
+    chunked = (
+        policy.role != CRITIC
+        and policy.model.base_model is not policy.model
+        and can_chunk(policy.model.get_output_embeddings())
+    )
     # Eager attention is each family's own definition; SDPA leaves out what it does not know, such as soft caps.
     own = Scoring("eager", False, refused or "only the model's own head and eager attention agree with it")
     candidates = [
@@ -290,6 +310,9 @@ def _find_scoring(policy: ShardedModel) -> Scoring:
     ]
     if refused is None:
         candidates.insert(0, Scoring(PACKED, chunked, "packed sequences"))
+    if policy.sequence_parallel > 1:
+        # Anything but packed attention would compute the whole batch on every rank of a group.
+        candidates = candidates[:1] if refused is None else []
     vocabulary = min(vocabulary_size(policy), 1000)
     lengths = [n for n in (7, 5) if n <= (max_positions(policy.model.config) or n)]
     probe = Batch([[(17 * i + 3 * n) % vocabulary for i in range(n)] for n in lengths])
@@ -307,7 +330,8 @@ def _find_scoring(policy: ShardedModel) -> Scoring:
                 return candidate
             problems.append(found if isinstance(found, str) else f"it differs by {error:.3g}")
     if policy.sequence_parallel > 1:
-        message = f"{policy.model.config.model_type!r} cannot run with sequence parallelism: {problems[0]}."
+        problem = problems[0] if problems else refused
+        message = f"{policy.model.config.model_type!r} cannot run with sequence parallelism: {problem}."
         raise fail("T303", "score", message, fix="load it with sequence_parallel=1")
     return own
 
@@ -318,8 +342,8 @@ def _probe(policy: ShardedModel, probe: Batch, scoring: Scoring) -> torch.Tensor
     try:
         with scoring_context(policy, scoring):
             rows = [score(policy, part, scoring)[0] for part in parts]
-    except (TypeError, ValueError, NotImplementedError, RuntimeError) as error:
-        if not scoring.packed:
+    except (TypeError, ValueError, AttributeError, NotImplementedError, RuntimeError) as error:
+        if scoring.attention == "eager" and not scoring.chunked:
             raise
         return str(error).splitlines()[0]
     return torch.cat([row.values if policy.role == CRITIC else row.logps for row in rows])

@@ -15,7 +15,7 @@ from shardproof.dist.deadline import deadline, mesh_groups
 from shardproof.errors import fail
 from shardproof.model.families import max_positions, num_experts
 from shardproof.model.packing import to_device
-from shardproof.model.roles import REFERENCE
+from shardproof.model.roles import CRITIC, REFERENCE
 from shardproof.model.router import balancing_loss
 from shardproof.shard.attest import check_optimizer
 from shardproof.shard.settings import FSDP1
@@ -25,7 +25,14 @@ from shardproof.train.batching import Batch, check_batch, spread, weigh
 from shardproof.train.guard import Verdict, agree, find_bad_gradient, local_square_norm, scale_gradients
 from shardproof.train.loss import Loss, Scored, find_loss
 from shardproof.train.metrics import MetricSums
-from shardproof.train.score import Scoring, score, scoring_context, scoring_of, vocabulary_size
+from shardproof.train.score import (
+    Scoring,
+    check_same_in_group,
+    score,
+    scoring_context,
+    scoring_of,
+    vocabulary_size,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -136,6 +143,7 @@ def _prepare(
     """Check everything before the first forward; every rank raises the same error. Collective: every rank."""
     with together("train_step"):
         _check_request(policy, batch, loss, temperature, router_coef)
+    check_same_in_group(policy, batch)
     # Checked once for each optimizer: its groups do not change between steps.
     if policy.checked_optimizer is not optimizer:
         raise_together(check_optimizer(policy.module, optimizer, dist.get_rank()))
@@ -166,6 +174,12 @@ def _check_request(
         raise fail("C001", "train_step", f"loss {loss.name!r} is for a {loss.role}, this is a {policy.role}.")
     if temperature <= 0:
         raise fail("C001", "train_step", f"temperature={temperature} must be positive.")
+    if router_coef and policy.role == CRITIC:
+        raise fail(
+            "C001",
+            "train_step",
+            f"router_coef={router_coef} is for a policy; a critic's router is not balanced.",
+        )
     if router_coef and num_experts(config) is None:
         raise fail("C001", "train_step", f"router_coef={router_coef}: {config.model_type!r} has no router.")
     missing = [name for name in loss.columns if name not in batch.columns]
@@ -189,7 +203,7 @@ def _backward(policy: ShardedModel, work: _Work, index: int, sums: MetricSums) -
         want_entropy=work.loss.want_entropy,
         want_router=bool(work.router_coef),
     )
-    row = scored.values if policy.role == "critic" else scored.logps
+    row = scored.values if policy.role == CRITIC else scored.logps
     if len(micro_batch):
         total = _weighted_loss(policy, micro_batch, work, scored, router, sums)
     else:
