@@ -38,6 +38,7 @@ def describe_environment(packages: Sequence[str] = ()) -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "accelerator": _accelerator(),
+        "load_average": round(os.getloadavg()[0], 2),  # before the run: what others were doing
     }
     return environment
 
@@ -78,6 +79,8 @@ def print_environment(environment: Mapping[str, Any]) -> None:
     print(f"commit {environment['commit'] or 'none'}, {environment['date']}")
     print(versions)
     print(hardware if accelerator is None else f"{hardware}, {accelerator}")
+    if environment["load_average"] > 0.5 * environment["cores"]:
+        print(f"the machine is busy (load average {environment['load_average']}): seconds will be too long")
 
 
 def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -1,8 +1,8 @@
 """Make recipes/tiny: a small language model that adds numbers badly, and the prompts to teach it with.
 
-The model is trained here, with this project's own SFT, on sums of which about a third are right and the others near
-misses. It knows the form of an answer and has seen the truth, but is wrong two times in three; reinforcement
-learning has something to find.
+The model is trained here, with this project's own SFT, on sums of which half are right and the others near misses.
+It knows the form of an answer and has seen the truth, but is wrong most of the time; reinforcement learning has
+something to find.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import shardproof as sp
 
 FOLDER = Path(__file__).resolve().parent.parent / "recipes" / "tiny"
 LIMIT = 20  # numbers from 0 to 19
-SHARE_RIGHT = 0.34
+SHARE_RIGHT = 0.5
 HELD_OUT = 40
 
 
@@ -83,7 +83,7 @@ def main() -> None:
     options.folder.mkdir(parents=True, exist_ok=True)
     sp.save_pretrained(policy, options.folder / "model", dtype=torch.bfloat16)
     tokenizer.save_pretrained(options.folder / "model")
-    generator.shuffle(pairs)
+    random.Random(1).shuffle(pairs)
     for name, part in (("evaluation", pairs[:HELD_OUT]), ("train", pairs[HELD_OUT:])):
         rows = [json.dumps({"prompt": f"{a}+{b}=", "answer": str(a + b)}) for a, b in part]
         (options.folder / f"{name}.jsonl").write_text("\n".join(rows) + "\n")

@@ -353,8 +353,11 @@ def gradients_on_rank(folder, case):
     return {name: before[name] - after[name] for name in trainable}, result.grad_norm
 
 
-@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
-@pytest.mark.parametrize("layout", GRADIENT_LAYOUTS, ids=lambda layout: "-".join(map(str, layout)))
+@pytest.mark.parametrize(
+    ("layout", "lora"),
+    [(layout, False) for layout in GRADIENT_LAYOUTS] + [(layout, True) for layout in GRADIENT_LAYOUTS[2:5]],
+    ids=lambda value: "-".join(map(str, value)) if isinstance(value, tuple) else "lora" * value,
+)
 def test_gradients_of_each_parameter(checkpoints, layout, lora):
     keys = ("sharding", "world", "sequence_parallel", "batches", "tied", "experts")
     case = {**dict(zip(keys, layout, strict=True)), "checkpoint": False, "lora": lora}

@@ -22,6 +22,7 @@ from shardproof.model.lora import adapters_off
 from shardproof.model.packing import Packing, to_device
 from shardproof.model.roles import CRITIC
 from shardproof.shard.sharded_model import ShardedModel
+from shardproof.shard.torch_private import reshard
 from shardproof.train.batching import Batch, check_batch, spread
 from shardproof.train.loss import Scored
 
@@ -129,6 +130,8 @@ def _score_all(
                 policy, micro_batch, scoring, temperature=temperature, want_entropy=want_entropy
             )
             results.update(zip(indices, _split(scored, micro_batch.lengths), strict=True))
+    # FSDP2 keeps its root gathered after a forward without gradients; whoever looks at parameters next wants shards.
+    reshard(policy.module)
     return [results[index] for index in range(len(batch))]
 
 

@@ -20,7 +20,7 @@ from shardproof.model.router import balancing_loss
 from shardproof.shard.attest import check_optimizer
 from shardproof.shard.settings import FSDP1
 from shardproof.shard.sharded_model import ShardedModel
-from shardproof.shard.torch_private import set_last_micro_batch
+from shardproof.shard.torch_private import reshard, set_last_micro_batch
 from shardproof.train.batching import Batch, check_batch, spread, weigh
 from shardproof.train.guard import Verdict, agree, find_bad_gradient, local_square_norm, scale_gradients
 from shardproof.train.loss import Loss, Scored, find_loss
@@ -146,6 +146,7 @@ def _prepare(
     check_same_in_group(policy, batch)
     # Checked once for each optimizer: its groups do not change between steps.
     if policy.checked_optimizer is not optimizer:
+        reshard(policy.module)
         raise_together(check_optimizer(policy.module, optimizer, dist.get_rank()))
         policy.checked_optimizer = optimizer
     if "weights" not in batch.columns:
