@@ -87,6 +87,16 @@ class Kill:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def at_publication(replacement):
+    """os.rename, replaced where it gives a checkpoint its name."""
+    real = os.rename
+
+    def rename(source, target):
+        return (replacement if Path(target).name.startswith("step-") else real)(source, target)
+
+    return rename
+
+
 def half_removed(folder, *args, **kwargs):
     """What a process leaves that is killed while it removes a folder."""
     victim = next(path for path in sorted(Path(folder).iterdir()) if path.suffix == ".distcp")
@@ -110,10 +120,8 @@ def arrange_death(patch, where):
         patch.setattr(checkpoint_state, "make_writer", make_writer)
     elif where == "before publication":
         patch.setattr(checkpoint_state, "_publish", Kill(checkpoint_state._publish))
-    elif where == "before the rename":
-        patch.setattr(checkpoint_state.os, "rename", Kill(os.rename))
-    elif where == "after the rename":
-        patch.setattr(checkpoint_state.os, "rename", Kill(os.rename, after=True))
+    elif where in ("before the rename", "after the rename"):
+        patch.setattr(os, "rename", at_publication(Kill(os.rename, after=where.startswith("after"))))
     elif where == "while removing":
         patch.setattr(checkpoint_state.shutil, "rmtree", half_removed)
 
@@ -222,7 +230,7 @@ def arrange_failure(patch, where):
     elif where == "state":
         patch.setattr(checkpoint_state, "_write_json", raise_full)
     elif where == "rename":
-        patch.setattr(checkpoint_state.os, "rename", raise_full)
+        patch.setattr(os, "rename", at_publication(raise_full))
     elif where == "copy":
         patch.setattr(checkpoint_state, "_staged", raise_memory)
 
