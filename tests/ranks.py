@@ -307,6 +307,7 @@ def _rank_environment(call: Call) -> Iterator[None]:
     import numpy
     import torch
     import torch.distributed as dist
+    import torch.distributed.tensor.debug
 
     environment = dict(os.environ)
     os.environ.update(
@@ -336,6 +337,8 @@ def _rank_environment(call: Call) -> Iterator[None]:
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+        # DTensor remembers the meshes of earlier calls, whose groups are gone.
+        torch.distributed.tensor.debug._clear_sharding_prop_cache()
         # A group that could not be made still counts, and the ranks of the next one would wait under different names.
         dist.distributed_c10d._world.group_count = 0
         torch.set_default_dtype(torch.float32)

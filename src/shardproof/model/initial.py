@@ -88,6 +88,8 @@ class _Recorder(TorchFunctionMode):
         if target not in self.watched:
             return
         name = self.watched[target]
+        if self.module_name and not name.startswith(f"{self.module_name}."):
+            return  # a head that is tied to the embedding must not redraw it: the padding row would be lost
         spec = _simple_spec(name, func, target, rest, kwargs)
         if spec is not None:
             spec.module_name = self.module_name

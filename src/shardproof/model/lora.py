@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import fields
 from typing import Any
 
@@ -43,10 +45,16 @@ def inject_lora(model: PreTrainedModel, config: Any) -> None:
     import peft  # an optional dependency, needed only when a run uses LoRA
 
     check_lora(config)
+    config = deepcopy(config)  # peft resolves targets in place
     try:
         peft.inject_adapter_in_model(config, model, adapter_name=ADAPTER)
     except ValueError as error:
         raise fail("L113", "lora", f"peft could not add adapters: {error}") from error
+    for name, module in model.named_modules():
+        # peft also gets here through target_modules="all-linear" on models whose experts are fused parameters.
+        if type(module).__name__ == "ParamWrapper":
+            message = f"target_modules={config.target_modules!r} adapts the fused parameters of {name!r}."
+            raise fail("L113", "lora", message, tensor=name, fix="name linear layers, such as q_proj and v_proj")
 
 
 def reset_adapter(model: Any, layer: Any) -> None:
@@ -72,7 +80,7 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 def base_name(name: str) -> str:
     """A parameter's name in the model without adapters."""
-    return name.replace(".base_layer.", ".")
+    return re.sub(r"(\.base_layer)+\.", ".", name)
 
 
 def is_adapter(name: str) -> bool:

@@ -34,10 +34,7 @@ def shard_fsdp1(
         cast_root_forward_inputs=settings.compute_dtype != settings.param_dtype,
     )
     options: dict[str, Any] = {
-        "device_mesh": settings.mesh,
-        "sharding_strategy": ShardingStrategy.HYBRID_SHARD
-        if settings.mesh.ndim == 2
-        else ShardingStrategy.FULL_SHARD,
+        **_layout(settings),
         "device_id": settings.device,
         "mixed_precision": precision if mixed else None,
         "cpu_offload": CPUOffload(offload_params=True) if settings.cpu_offload else None,
@@ -50,7 +47,17 @@ def shard_fsdp1(
         wrapped = FullyShardedDataParallel(root.model.get_submodule(unit), **options)
         setattr(root.model.get_submodule(parent), leaf, wrapped)
     wrapper = FullyShardedDataParallel(root, **options)
+    wrapper.train(root.training)  # a new wrapper is in training mode whatever it wraps
     return wrapper, fsdp1_shards(wrapper)
+
+
+def _layout(settings: ShardSettings) -> dict[str, Any]:
+    """How FSDP1 is told about the mesh. HYBRID_SHARD with one rank a shard group would not reduce over replicas."""
+    if settings.mesh.ndim == 1:
+        return {"device_mesh": settings.mesh, "sharding_strategy": ShardingStrategy.FULL_SHARD}
+    if settings.shard_size == 1:
+        return {"process_group": settings.mesh.get_group(0), "sharding_strategy": ShardingStrategy.NO_SHARD}
+    return {"device_mesh": settings.mesh, "sharding_strategy": ShardingStrategy.HYBRID_SHARD}
 
 
 def fsdp1_shards(root: nn.Module) -> list[LocalShard]:

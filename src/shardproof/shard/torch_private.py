@@ -63,6 +63,11 @@ def reshard(root: nn.Module) -> None:
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+        elif isinstance(module, FSDP1Module):
+            handle = module._handle
+            if handle is not None and not handle.uses_sharded_strategy:
+                # Where FSDP1 does not shard, backward leaves a frozen unit's parameters registered as plain tensors.
+                handle._use_unsharded_views(as_params=True)
 
 
 def set_last_micro_batch(root: nn.Module, is_last: bool) -> None:
