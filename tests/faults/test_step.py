@@ -666,17 +666,26 @@ def test_scores_that_cannot_be(sequences, temperature, code, word):
     assert_all_raise(outcomes, code, word, kind="ConfigError")
 
 
-# Attention that is asked for something it does not have.
+# Attention that is asked for something that packed attention does not have.
 
 
-def train_with_dropout():
-    policy = load(config=tiny_config("llama", attention_dropout=0.1))
-    sp.train_step(policy, my_batch(), sp.make_optimizer(policy))
+def train_with_dropout(sequence_parallel):
+    config = tiny_config("llama", attention_dropout=0.1)
+    policy = load(config=config, sequence_parallel=sequence_parallel)
+    result = sp.train_step(policy, my_batch(), sp.make_optimizer(policy))
+    return policy.scoring, result.stepped
 
 
-def test_attention_dropout_is_refused_by_name():
-    outcomes = run_ranks_outcomes(2, train_with_dropout, timeout=60, group_timeout=20)
-    assert_all_raise(outcomes, "T303", "dropout=0.1", kind="TrainFault")
+def test_attention_dropout_takes_the_slower_path():
+    for scoring, stepped in run_ranks(2, train_with_dropout, 1):
+        assert stepped
+        assert not scoring.packed
+        assert "dropout" in scoring.reason
+
+
+def test_attention_dropout_cannot_be_split():
+    outcomes = run_ranks_outcomes(2, train_with_dropout, 2)
+    assert_all_raise(outcomes, "C001", "sequence_parallel=2", "dropout", kind="ConfigError")
 
 
 def train_adapters_with_bad_gradient(strategy):

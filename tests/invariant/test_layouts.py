@@ -64,9 +64,8 @@ def is_valid(case):
 
 def is_refused(case):
     """Whether torch's FSDP1 would compute something else, so that the load refuses it by name."""
-    if case["sharding"] == "hsdp_fsdp1" and case["world"] == 2:
-        return True
-    return case["sharding"] == "fsdp1" and case["world"] == 1 and case["tied"] and case["lora"]
+    unsharded_fsdp1 = case["sharding"].endswith("fsdp1") and shard_size(case) == 1
+    return unsharded_fsdp1 and case["tied"] and case["lora"]
 
 
 def pairwise(axes, is_valid):
@@ -327,6 +326,8 @@ GRADIENT_LAYOUTS = [
     ("hsdp_fsdp2", 4, 2, "packed_small", True, True),
     ("hsdp_fsdp1", 4, 1, "one_sequence", False, True),
     ("fsdp2", 4, 4, "one_sequence", True, True),
+    ("hsdp_fsdp1", 2, 1, "packed_small", False, False),  # replicas without shards
+    ("hsdp_fsdp2", 2, 1, "packed_small", True, False),
 ]
 
 
@@ -444,16 +445,15 @@ def test_policy_gradient_step(checkpoints, layout):
 # What cannot be.
 
 
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"sharding": "fsdp1", "world": 1, "tied": True, "lora": True}, ["one rank", "lm_head.weight"]),
-        ({"sharding": "hsdp_fsdp1", "world": 2}, ["2 replicas"]),
-    ],
-    ids=["adapters_and_ties_on_one_rank", "replicas_that_are_not_sharded"],
-)
-def test_what_fsdp1_cannot_do_is_refused(checkpoints, settings, words):
-    case = dict.fromkeys(AXES, False) | {"sequence_parallel": 1, "batches": "packed"} | settings
+@pytest.mark.parametrize(("sharding", "world"), [("fsdp1", 1), ("hsdp_fsdp1", 2)])
+def test_fsdp1_without_shards_refuses_adapters_on_ties(checkpoints, sharding, world):
+    case = dict.fromkeys(AXES, False) | {
+        "sequence_parallel": 1,
+        "batches": "packed",
+        "tied": True,
+        "lora": True,
+    }
+    case |= {"sharding": sharding, "world": world}
     assert is_refused(case)
-    outcomes = run_ranks_outcomes(case["world"], train_on_rank, checkpoints[case["tied"], False], case)
-    assert_all_raise(outcomes, "S214", "strategy='fsdp1'", *words, kind="ShardFault")
+    outcomes = run_ranks_outcomes(world, train_on_rank, checkpoints[True, False], case)
+    assert_all_raise(outcomes, "S214", "strategy='fsdp1'", "lm_head.weight", kind="ShardFault")

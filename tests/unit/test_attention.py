@@ -11,6 +11,7 @@ from shardproof.model.attention import packed_attention
 from shardproof.model.packing import Packing
 
 LENGTHS = (5, 1, 12, 8)
+REPEATED = (3, 5, 1, 5, 3, 3, 6)  # the same number of tokens; sequences of one length are attended together
 HEADS, DIM = 4, 16
 
 
@@ -32,8 +33,8 @@ def make_states(kv_heads, value_dim=DIM, dtype=torch.float32):
     return [torch.randn(1, heads, tokens, dim).to(dtype).requires_grad_() for heads, dim in shapes]
 
 
-def make_packing():
-    return Packing(LENGTHS, torch.device("cpu"))
+def make_packing(lengths=LENGTHS):
+    return Packing(lengths, torch.device("cpu"))
 
 
 def causal_mask(length, window):
@@ -43,10 +44,10 @@ def causal_mask(length, window):
     return torch.zeros(length, length).masked_fill(hidden, torch.finfo(torch.float32).min)
 
 
-def sequence_by_sequence(states, module, window=None, **options):
+def sequence_by_sequence(states, module, window=None, lengths=LENGTHS, **options):
     attend = eager_attention if module.sinks is None else eager_attention_with_sinks
     parts = []
-    for first, last in make_packing().spans():
+    for first, last in make_packing(lengths).spans():
         query, key, value = (x[:, :, first:last] for x in states)
         parts.append(attend(module, query, key, value, causal_mask(last - first, window), **options)[0])
     return torch.cat(parts, dim=1)
@@ -64,9 +65,10 @@ CASES = {
 }
 
 
+@pytest.mark.parametrize("lengths", [LENGTHS, REPEATED], ids=["distinct", "repeated"])
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("case", CASES)
-def test_packed_attention_is_eager_attention_of_each_sequence(case, kv_heads):
+def test_packed_attention_is_eager_attention_of_each_sequence(case, kv_heads, lengths):
     options = CASES[case]
     module = Attention(kv_heads, options.get("s_aux"))
     states = make_states(kv_heads)
@@ -74,14 +76,15 @@ def test_packed_attention_is_eager_attention_of_each_sequence(case, kv_heads):
         module,
         *states,
         None,
-        packing=make_packing(),
+        packing=make_packing(lengths),
         scaling=0.3,
         **options,
         position_ids=None,
         use_cache=False,
     )
     extra = {"softcap": options["softcap"]} if "softcap" in options else {}
-    expected = sequence_by_sequence(states, module, options.get("sliding_window"), scaling=0.3, **extra)
+    window = options.get("sliding_window")
+    expected = sequence_by_sequence(states, module, window, lengths, scaling=0.3, **extra)
     assert weights is None
     assert found.shape == (1, sum(LENGTHS), HEADS, DIM)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=2e-6)
