@@ -10,9 +10,8 @@ raises `NotSliceable`, and the caller converts that one tensor whole.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,27 +22,37 @@ class NotSliceable(Exception):
     """The operation cannot be expressed as boxes."""
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):  # made by the ten thousand: a NamedTuple costs a fraction of a frozen dataclass
     """A box of the result and the box of one source that it equals."""
 
     start: tuple[int, ...]
     shape: tuple[int, ...]
     source: str
     source_start: tuple[int, ...]
-    dims: tuple[
-        int, ...
-    ]  # for each result dim, the source dim it runs along; -1 for a dim the source does not have
+    # For each dim of the result, the dim of the source it runs along; -1 for a dim that the source does not have.
+    dims: tuple[int, ...]
+    source_shape: tuple[int, ...]  # of the whole source
 
 
-@dataclass(frozen=True, slots=True)
-class Slice:
+class Run(NamedTuple):
+    """Consecutive elements of the result that are consecutive elements of one source."""
+
+    start: int
+    length: int
+    source: str
+    source_start: int
+
+
+class Slice(NamedTuple):
     """Read `box` of `source`, permute it to `dims`, and it fills `target` (a box relative to the asked one)."""
 
     source: str
     box: Box
     dims: tuple[int, ...]
     target: Box
+
+
+_UNKNOWN = object()
 
 
 class BoxTensor:
@@ -53,11 +62,13 @@ class BoxTensor:
         self.shape = torch.Size(shape)
         self.dtype = dtype
         self.pieces = tuple(pieces)
+        self._runs: object = _UNKNOWN
 
     @classmethod
     def of_source(cls, name: str, shape: Sequence[int], dtype: torch.dtype) -> BoxTensor:
         zeros = (0,) * len(shape)
-        return cls(shape, dtype, [Piece(zeros, tuple(shape), name, zeros, tuple(range(len(shape))))])
+        whole = tuple(shape)
+        return cls(whole, dtype, [Piece(zeros, whole, name, zeros, tuple(range(len(whole))), whole)])
 
     # The part of the tensor interface that conversion operations use.
     @property
@@ -101,6 +112,13 @@ class BoxTensor:
             raise NotSliceable(getattr(func, "__name__", str(func)))
         return handler(*args, **(kwargs or {}))
 
+    def runs(self) -> list[Run] | None:
+        """The whole tensor as runs in order, or None where some piece is not one: strided, or with axes permuted."""
+        if self._runs is _UNKNOWN:
+            runs = [_as_run(piece, self.shape) for piece in self.pieces]
+            self._runs = None if None in runs else sorted(runs)  # type: ignore[type-var]
+        return self._runs  # type: ignore[return-value]
+
     def slices(self, box: Box) -> Iterator[Slice]:
         """What to read from which source to fill `box` of this tensor."""
         for piece in self.pieces:
@@ -124,6 +142,33 @@ def _overlap(box: Box, piece: Piece) -> Box | None:
             return None
         overlap.append((a, b))
     return tuple(overlap)
+
+
+def _as_run(piece: Piece, shape: Sequence[int]) -> Run | None:
+    kept = [dim for dim in piece.dims if dim >= 0]
+    if kept != sorted(kept):
+        return None
+    extents = [1] * len(piece.source_shape)
+    for dim, source_dim in enumerate(piece.dims):
+        if source_dim >= 0:
+            extents[source_dim] = piece.shape[dim]
+    start = _flat_start(piece.start, piece.shape, shape)
+    source_start = _flat_start(piece.source_start, extents, piece.source_shape)
+    if start is None or source_start is None:
+        return None
+    return Run(start, prod(piece.shape), piece.source, source_start)
+
+
+def _flat_start(start: Sequence[int], extent: Sequence[int], shape: Sequence[int]) -> int | None:
+    """Where a box begins in the flat order of its tensor; None unless it is contiguous there."""
+    flat, partial = 0, False
+    for a, n, size in zip(start, extent, shape, strict=True):
+        # After the first dim of which the box takes more than one index, every dim has to be whole.
+        if partial and n != size:
+            return None
+        partial = partial or n > 1
+        flat = flat * size + a
+    return flat
 
 
 def orient(tensor: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
@@ -158,6 +203,7 @@ def _stack(tensors: Sequence[BoxTensor], dim: int = 0) -> BoxTensor:
                     p.source,
                     p.source_start,
                     (*p.dims[:dim], -1, *p.dims[dim:]),
+                    p.source_shape,
                 )
             )
     shape = (*first.shape[:dim], len(tensors), *first.shape[dim:])
@@ -173,7 +219,7 @@ def _cat(tensors: Sequence[BoxTensor], dim: int = 0) -> BoxTensor:
             raise NotSliceable("cat of tensors with different shapes")
         for p in tensor.pieces:
             start = (*p.start[:dim], p.start[dim] + offset, *p.start[dim + 1 :])
-            pieces.append(Piece(start, p.shape, p.source, p.source_start, p.dims))
+            pieces.append(p._replace(start=start))
         offset += tensor.shape[dim]
     shape = (*first.shape[:dim], offset, *first.shape[dim + 1 :])
     return BoxTensor(shape, first.dtype, pieces)
@@ -197,6 +243,7 @@ def _narrow(tensor: BoxTensor, dim: int, start: int, length: int) -> BoxTensor:
                 p.source,
                 tuple(source_start),
                 p.dims,
+                p.source_shape,
             )
         )
     return BoxTensor([b - a for a, b in box], tensor.dtype, pieces)
@@ -221,7 +268,7 @@ def _squeeze(tensor: BoxTensor, dim: int | None = None) -> BoxTensor:
     def keep(values: Sequence[int]) -> tuple[int, ...]:
         return tuple(v for d, v in enumerate(values) if d not in gone)
 
-    pieces = [replace(p, start=keep(p.start), shape=keep(p.shape), dims=keep(p.dims)) for p in tensor.pieces]
+    pieces = [p._replace(start=keep(p.start), shape=keep(p.shape), dims=keep(p.dims)) for p in tensor.pieces]
     return BoxTensor(keep(tensor.shape), tensor.dtype, pieces)
 
 
@@ -233,7 +280,7 @@ def _transpose(tensor: BoxTensor, dim0: int, dim1: int) -> BoxTensor:
     def swap(values: Sequence[int]) -> tuple[int, ...]:
         return tuple(values[d] for d in order)
 
-    pieces = [replace(p, start=swap(p.start), shape=swap(p.shape), dims=swap(p.dims)) for p in tensor.pieces]
+    pieces = [p._replace(start=swap(p.start), shape=swap(p.shape), dims=swap(p.dims)) for p in tensor.pieces]
     return BoxTensor(swap(tensor.shape), tensor.dtype, pieces)
 
 

@@ -65,10 +65,9 @@ def map_checkpoint(
     result = CheckpointMap()
     collected: dict[str, tuple[WeightConverter, dict[str, list[str]]]] = {}
 
-    for name in sorted(tensors, key=hf_private.dot_natural_key):
-        renamed, pattern = hf_private.rename_source_key(name, renamings, converters, prefix, state)
-        if renamed not in state and name in state:
-            renamed, pattern = hf_private.rename_source_key(name, [], [], prefix, state)
+    rename = _Renamer(renamings, converters, prefix, state)
+    for name in tensors:
+        renamed, pattern = rename(name)
         if renamed not in state:
             result.unexpected.append(name)
         elif pattern is None:
@@ -77,11 +76,72 @@ def map_checkpoint(
         else:
             _, sources = collected.setdefault(renamed, (by_pattern[pattern], defaultdict(list)))
             sources[pattern].append(name)
+    result.unexpected.sort(key=hf_private.dot_natural_key)
+    for _, sources in collected.values():
+        for names in sources.values():
+            names.sort(
+                key=_numbers_of
+                if len({_NUMBER.sub("0", n) for n in names}) == 1
+                else hf_private.dot_natural_key
+            )
 
     for first_target, (converter, sources) in collected.items():
         _convert(result, model, tensors, converter, first_target, sources)
     result.used_rules = [rule for rule in [*renamings, *converters] if rule.was_used()]
     return result
+
+
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+# Stands for the n-th number of a name while the name's pattern is renamed.
+_STAND_IN = 900_000_000
+
+
+def _numbers_of(name: str) -> list[int]:
+    return [int(number) for number in _NUMBER.findall(name)]
+
+
+class _Renamer:
+    """transformers' renaming of a checkpoint name, done once for names that differ in their numbers alone.
+
+    A checkpoint has tens of thousands of names and a few dozen patterns. Rules that look at numbers, and names whose
+    pattern does not lead into the model, go through transformers one by one.
+    """
+
+    def __init__(self, renamings: list, converters: list, prefix: str, state: dict[str, torch.Tensor]):
+        self._arguments = (renamings, converters, prefix, state)
+        sources = [pattern for rule in [*renamings, *converters] for pattern in rule.source_patterns]
+        # A digit beside a letter, as in w1, is part of a word.
+        self._by_pattern = not any(re.search(r"\\d|(?<![A-Za-z_0-9])\d", pattern) for pattern in sources)
+        self._known: dict[str, tuple[str, str | None]] = {}
+
+    def __call__(self, name: str) -> tuple[str, str | None]:
+        if self._by_pattern:
+            renamed, pattern = self._through_pattern(name)
+            if renamed in self._arguments[3]:
+                return renamed, pattern
+        renamings, converters, prefix, state = self._arguments
+        renamed, pattern = hf_private.rename_source_key(name, renamings, converters, prefix, state)
+        if renamed not in state and name in state:
+            return hf_private.rename_source_key(name, [], [], prefix, state)
+        return renamed, pattern
+
+    def _through_pattern(self, name: str) -> tuple[str, str | None]:
+        parts = _NUMBER.split(name)
+        shape = "\0".join(parts)
+        if shape not in self._known:
+            numbered = (f"{_STAND_IN + i}{part}" for i, part in enumerate(parts[1:]))
+            stand_in = "".join([parts[0], *numbered])
+            self._known[shape] = hf_private.rename_source_key(stand_in, *self._arguments[:2])
+        renamed, pattern = self._known[shape]
+        if len(parts) > 1:
+            numbers = _NUMBER.findall(name)
+            renamed = _NUMBER.sub(lambda m: _restored(m[0], numbers), renamed)
+        return renamed, pattern
+
+
+def _restored(number: str, numbers: list[str]) -> str:
+    index = int(number) - _STAND_IN
+    return numbers[index] if 0 <= index < len(numbers) else number
 
 
 @dataclass(frozen=True)

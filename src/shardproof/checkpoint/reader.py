@@ -10,11 +10,11 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 
 from shardproof.checkpoint.boxes import Box
@@ -32,8 +32,7 @@ DTYPES = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class TensorEntry:
+class TensorEntry(NamedTuple):
     """Where one tensor lies."""
 
     file: str
@@ -67,6 +66,7 @@ class Checkpoint:
                     )
                 self.tensors[name] = entry
         self._maps: dict[str, torch.Tensor] = {}
+        self._arrays: dict[str, np.ndarray] = {}
 
     @property
     def header_digest(self) -> str:
@@ -98,6 +98,13 @@ class Checkpoint:
             if b - a != entry.shape[dim]:
                 tensor = tensor.narrow(dim, a, b - a)
         return tensor
+
+    def raw(self, name: str) -> np.ndarray:
+        """A tensor's bytes, backed by the file."""
+        entry = self.tensors[name]
+        if entry.file not in self._arrays:
+            self._arrays[entry.file] = self._bytes(entry.file).numpy()
+        return self._arrays[entry.file][entry.start : entry.stop]
 
     def whole(self, name: str) -> torch.Tensor:
         return self.view(name, tuple((0, n) for n in self.tensors[name].shape))
@@ -220,6 +227,10 @@ def _header_row(name: str, info: dict[str, Any]) -> tuple[str, int, int, tuple[i
     """(name, start, stop, shape, dtype) of one entry, each of the type it has to be."""
     start, stop = info["data_offsets"]
     shape, code = tuple(info["shape"]), info["dtype"]
-    if not isinstance(code, str) or any(type(n) is not int or n < 0 for n in (start, stop, *shape)):
+    numbers = (start, stop, *shape)
+    if type(code) is not str or {*map(type, numbers)} != _INT_ONLY or min(numbers) < 0:
         raise ValueError(f"{name!r} is {info}")
     return name, start, stop, shape, code
+
+
+_INT_ONLY = {int}

@@ -54,7 +54,9 @@ def inject_lora(model: PreTrainedModel, config: Any) -> None:
         # peft also gets here through target_modules="all-linear" on models whose experts are fused parameters.
         if type(module).__name__ == "ParamWrapper":
             message = f"target_modules={config.target_modules!r} adapts the fused parameters of {name!r}."
-            raise fail("L113", "lora", message, tensor=name, fix="name linear layers, such as q_proj and v_proj")
+            raise fail(
+                "L113", "lora", message, tensor=name, fix="name linear layers, such as q_proj and v_proj"
+            )
 
 
 def reset_adapter(model: Any, layer: Any) -> None:

@@ -27,7 +27,13 @@ from shardproof.model.families import MOVING_ROPE
 from shardproof.model.lora import base_name, is_adapter
 from shardproof.model.roles import ROOT_PREFIX, RoleModule
 from shardproof.shard.sharded_model import ShardedModel
-from shardproof.shard.torch_private import clean_name, fsdp1_parameters, fsdp1_replica_key, reshard
+from shardproof.shard.torch_private import (
+    clean_name,
+    fsdp1_parameters,
+    fsdp1_replica_key,
+    local_tensor,
+    reshard,
+)
 
 _STAGE = "attest"
 # No weight of a trained or initialised language model comes near this; memory that nobody wrote often does.
@@ -95,7 +101,7 @@ def held_tensors(module: nn.Module) -> list[Held]:
     held = []
     for name, param in module.named_parameters():
         if isinstance(param, DTensor):
-            local, shape, shard = param.to_local().detach(), tuple(param.shape), _dtensor_shard(param)
+            local, shape, shard = local_tensor(param), tuple(param.shape), _dtensor_shard(param)
         else:
             shard, shape = fsdp1.get(param, ((0, 1), tuple(param.shape)))
             local = param.detach()

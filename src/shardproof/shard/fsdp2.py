@@ -43,6 +43,6 @@ def fsdp2_shards(root: nn.Module) -> list[LocalShard]:
     for name, param in root.named_parameters():
         assert isinstance(param, DTensor)
         start, stop = torch_private.dtensor_range(param)
-        flat = param.to_local().detach().view(-1)
+        flat = torch_private.local_tensor(param).view(-1)
         shards.append(LocalShard(name.removeprefix(ROOT_PREFIX), tuple(param.shape), start, stop, flat))
     return shards

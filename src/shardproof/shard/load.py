@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import time
@@ -95,7 +96,20 @@ def load(
     init_distributed(options.device if isinstance(options.device, torch.device) else None)
     with together("settings"):
         options.check()
-    return _load(source, options, mesh, progress)
+    with _without_collections():
+        return _load(source, options, mesh, progress)
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """A load makes tens of thousands of small objects that all stay; looking through them for garbage is in vain."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _load(

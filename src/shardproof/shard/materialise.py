@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from math import prod
+from typing import NamedTuple
 
 import torch
 from transformers import PreTrainedModel
 
-from shardproof.checkpoint.boxes import Box, BoxTensor, Slice, flat_range_boxes, orient
+from shardproof.checkpoint.boxes import Box, BoxTensor, Run, Slice, flat_range_boxes, orient
 from shardproof.checkpoint.mapping import WholeConversion
-from shardproof.checkpoint.reader import SliceSource
+from shardproof.checkpoint.reader import Checkpoint, SliceSource
 from shardproof.errors import fail
 from shardproof.model.initial import draw, initialise_whole
 from shardproof.shard.ledger import Ledger
@@ -20,10 +21,10 @@ from shardproof.shard.plan import ShardPlan
 from shardproof.shard.staging import Staging
 
 Progress = Callable[[int], None]
+_MANY_RUNS = 16
 
 
-@dataclass(frozen=True, slots=True)
-class Read:
+class Read(NamedTuple):
     """One box of a checkpoint tensor and the place in a flat buffer it fills."""
 
     slice: Slice
@@ -88,6 +89,10 @@ def _write_values(shard: LocalShard, values: torch.Tensor, ledger: Ledger) -> No
 def _write_boxes(
     shard: LocalShard, boxes: BoxTensor, source: SliceSource, ledger: Ledger, staging: Staging
 ) -> int:
+    runs = boxes.runs() if isinstance(source, Checkpoint) else None
+    if runs is not None:
+        assert isinstance(source, Checkpoint)
+        return _write_runs(shard, boxes.dtype, runs, source, ledger, staging)
     bytes_read = 0
     for low, high, buffer in staging.buffers(shard, boxes.dtype):
         for read in list_reads(boxes, low, high):
@@ -100,6 +105,39 @@ def _write_boxes(
             for a, b in _flat_intervals(read.block, target):
                 ledger.write(shard.name, read.offset + a, read.offset + b)
     return bytes_read
+
+
+def _write_runs(
+    shard: LocalShard,
+    dtype: torch.dtype,
+    runs: list[Run],
+    source: Checkpoint,
+    ledger: Ledger,
+    staging: Staging,
+) -> int:
+    """The same for a tensor that is made of runs, as nearly all are: plain copies of bytes, no boxes.
+
+    Many short runs are first laid side by side in the checkpoint's dtype, so that they are converted in one go.
+    """
+    first = max(bisect_right(runs, shard.start, key=lambda run: run.start) - 1, 0)
+    last = bisect_left(runs, shard.stop, key=lambda run: run.start)
+    mine = runs[first:last]
+    for low, high, buffer in staging.buffers(shard, dtype, gather=len(mine) > _MANY_RUNS):
+        plain = buffer.dtype == dtype
+        target = buffer.view(torch.uint8).numpy() if plain else None
+        size = dtype.itemsize
+        for run in mine:
+            a, b = max(low, run.start), min(high, run.start + run.length)
+            if a >= b:
+                continue
+            at = run.source_start + a - run.start
+            raw = source.raw(run.source)[at * size : (at + b - a) * size]
+            if target is not None:
+                target[(a - low) * size : (b - low) * size] = raw
+            else:
+                buffer[a - low : b - low].copy_(torch.from_numpy(raw).view(dtype))
+            ledger.write(shard.name, a, b)
+    return (shard.stop - shard.start) * dtype.itemsize
 
 
 def _flat_intervals(shape: tuple[int, ...], box: Box) -> Iterator[tuple[int, int]]:

@@ -10,6 +10,7 @@ from shardproof.shard.local import LocalShard
 
 _STAGE_BYTES = 32 * 2**20
 _NUM_STAGES = 3
+_GATHER_BYTES = 4 * 2**20  # stays in a core's cache between the copy and the conversion
 
 
 class Staging:
@@ -20,6 +21,7 @@ class Staging:
         self._pinned: list[torch.Tensor] = []
         self._free: list[torch.cuda.Event | None] = []
         self._turn = 0
+        self._gathered: torch.Tensor | None = None
 
     @staticmethod
     def parts(shard: LocalShard, source_dtype: torch.dtype) -> Iterator[tuple[int, int]]:
@@ -30,18 +32,35 @@ class Staging:
             yield low, min(low + step, shard.stop)
 
     def buffers(
-        self, shard: LocalShard, source_dtype: torch.dtype
+        self, shard: LocalShard, source_dtype: torch.dtype, gather: bool = False
     ) -> Iterator[tuple[int, int, torch.Tensor]]:
-        """(low, high, buffer) for consecutive parts of the shard; the caller fills `buffer` before it asks for more."""
-        if shard.flat.device.type == "cpu":
+        """(low, high, buffer) for consecutive parts of the shard; the caller fills `buffer` before it asks for more.
+
+        On the CPU the buffer is the shard itself, unless many small pieces are to be converted: with `gather` they
+        are laid side by side in the checkpoint's dtype first.
+        """
+        if shard.flat.device.type == "cpu" and (not gather or shard.flat.dtype == source_dtype):
             for low, high in self.parts(shard, source_dtype):
                 yield low, high, shard.flat[low - shard.start : high - shard.start]
+            return
+        if shard.flat.device.type == "cpu":
+            step = _GATHER_BYTES // source_dtype.itemsize
+            for low in range(shard.start, shard.stop, step):
+                high = min(low + step, shard.stop)
+                buffer = self._scratch(source_dtype)[: high - low]
+                yield low, high, buffer
+                shard.flat[low - shard.start : high - shard.start].copy_(buffer)
             return
         for low, high in self.parts(shard, source_dtype):
             pinned = self._take()
             buffer = pinned[: (high - low) * source_dtype.itemsize].view(source_dtype)
             yield low, high, buffer
             self._send(buffer, shard.flat[low - shard.start : high - shard.start])
+
+    def _scratch(self, dtype: torch.dtype) -> torch.Tensor:
+        if self._gathered is None:
+            self._gathered = torch.empty(_GATHER_BYTES, dtype=torch.uint8)
+        return self._gathered.view(dtype)
 
     def _take(self) -> torch.Tensor:
         if not self._pinned:

@@ -98,6 +98,11 @@ def allocate_fsdp2(fsdp_param: Any, device: torch.device, pin_memory: bool) -> N
     fsdp_param._setattr_on_modules(param)
 
 
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's piece, outside autograd. `DTensor.to_local` would build an autograd view each time."""
+    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach()
+
+
 def dtensor_range(param: DTensor) -> tuple[int, int]:
     """The flat range of the whole tensor that this rank's piece of a dim-0 sharded DTensor is."""
     rows, row = param.shape[0], param.shape[1:].numel()
@@ -107,7 +112,7 @@ def dtensor_range(param: DTensor) -> tuple[int, int]:
     (axis,) = shards
     chunk = -(-rows // param.device_mesh.size(axis))
     start = min(param.device_mesh.get_local_rank(axis) * chunk, rows)
-    stop = start + param.to_local().shape[0]
+    stop = start + local_tensor(param).shape[0]
     return start * row, stop * row
 
 
