@@ -113,7 +113,7 @@ def test_losses_are_found_by_name(name):
 
 
 @pytest.mark.parametrize(
-    ("loss", "word"), [("polcy", "Did you mean 'policy'?"), (3, "loss=3"), (None, "loss=None")]
+    ("loss", "word"), [("sftt", "Did you mean 'sft'?"), (3, "loss=3"), (None, "loss=None")]
 )
 def test_losses_that_do_not_exist(loss, word):
     with pytest.raises(sp.ConfigError, match="C001") as caught:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-# Float32 elements of one chunk of logits: 128 MiB, three of which exist at a time.
+# Float32 elements of one chunk of logits: 128 MiB; a handful of such chunks exist at a time.
 _CHUNK_ELEMENTS = 1 << 25
 
 
@@ -54,7 +54,7 @@ def token_logprobs(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(log p(target), entropy) for each row of `hidden`, in float32; entropy is empty unless wanted.
 
-    Memory: three chunks of logits, and in the backward pass the float32 gradient of the head's weight.
+    Memory: a handful of chunks of logits, and in the backward pass the float32 gradient of the head's weight.
     """
     # Under FSDP1 these are plain views of the gathered flat parameter, not nn.Parameters.
     return _ChunkedHead.apply(hidden, head.weight, head.bias, targets, temperature, facts, want_entropy)
@@ -127,7 +127,10 @@ class _ChunkedHead(torch.autograd.Function):
             if grad_hidden is not None:
                 grad_hidden[rows] = grad @ weight
             if grad_weight is not None:
-                grad_weight += grad.t() @ hidden[rows]
+                if grad.dtype == grad_weight.dtype:
+                    grad_weight.addmm_(grad.t(), hidden[rows])  # no product of the weight's size beside it
+                else:
+                    grad_weight += grad.t() @ hidden[rows]
             if grad_bias is not None:
                 grad_bias += grad.sum(0)
         grad_weight = grad_weight.to(weight.dtype) if grad_weight is not None else None

@@ -56,16 +56,16 @@ class RoleModule(nn.Module):
         temperature: float = 1.0,
         want_entropy: bool = False,
         head: HeadFacts | None = None,
-        want_router: bool = False,
+        router_tokens: int | None = None,
     ) -> dict[str, torch.Tensor]:
-        """Log-prob (and entropy) of each target, [tokens], and the router's statistics if wanted.
+        """Log-prob (and entropy) of each target, [tokens], and the router's statistics over the first `router_tokens`.
 
         With `head` the language-model head runs in chunks; without it, the model's own forward gives the logits.
         """
         inputs: dict[str, Any] = {"input_ids": input_ids, "use_cache": False}
         if packing is not None:
             inputs |= {"packing": packing, "position_ids": position_ids}
-        if want_router:
+        if router_tokens is not None:
             inputs["output_router_logits"] = True
         if head is None:
             output = self.model(**inputs)
@@ -84,8 +84,8 @@ class RoleModule(nn.Module):
                 want_entropy=want_entropy,
             )
         result = {"logps": logps, "entropy": entropy}
-        if want_router:
-            result["router"] = balancing_statistics(output.router_logits, self.model.config)
+        if router_tokens is not None:
+            result["router"] = balancing_statistics(output.router_logits, self.model.config, router_tokens)
         return result
 
 

@@ -13,12 +13,17 @@ from transformers import PretrainedConfig
 from shardproof.model.families import experts_per_token, num_experts
 
 
-def balancing_statistics(router_logits: Any, config: PretrainedConfig) -> torch.Tensor:
+def balancing_statistics(
+    router_logits: Any, config: PretrainedConfig, num_tokens: int | None = None
+) -> torch.Tensor:
     """[2, experts + 1]: over all layers and tokens, how often each expert was chosen and the sum of its probability.
 
-    The last column counts the rows, so that statistics of several ranks can be added up.
+    Only the first `num_tokens` of each layer are counted: what follows them is padding. The last column counts the
+    rows, so that statistics of several ranks can be added up.
     """
-    rows = torch.cat([layer.reshape(-1, layer.shape[-1]) for layer in router_logits if layer is not None])
+    rows = torch.cat(
+        [layer.reshape(-1, layer.shape[-1])[:num_tokens] for layer in router_logits if layer is not None]
+    )
     probs = torch.softmax(rows.float(), dim=-1)
     chosen = torch.topk(probs, experts_per_token(config) or 1, dim=-1).indices
     counts = torch.zeros_like(probs).scatter_(1, chosen, 1.0).sum(0)

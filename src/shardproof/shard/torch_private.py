@@ -70,14 +70,26 @@ def reshard(root: nn.Module) -> None:
                 handle._use_unsharded_views(as_params=True)
 
 
+def forget_partial_sums(root: nn.Module) -> None:
+    """Drop gradients that FSDP2 holds back until the replicas' all-reduce; a step that ends early leaves them behind."""
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            for group in _fsdp2_groups(module):
+                group._partial_reduce_output = None
+
+
 def set_last_micro_batch(root: nn.Module, is_last: bool) -> None:
     """Tell FSDP2 whether to reduce over replicas now; gradients are reduce-scattered in any case.
 
-    FSDP1 has no such switch and reduces over replicas every time, which gives the same sum.
+    FSDP1 with shards has no such switch and reduces over replicas every time, which gives the same sum. Without shards
+    it would reduce the gradients of earlier micro-batches again, so it waits for the last one.
     """
     if isinstance(root, FSDPModule):
         root.set_requires_all_reduce(is_last)
         root.set_is_last_backward(is_last)
+    for module in FSDP1Module.fsdp_modules(root):
+        if module._handle is not None and not module._handle.uses_sharded_strategy:
+            module._sync_gradients = is_last  # type: ignore[assignment]
 
 
 def allocate_fsdp2(fsdp_param: Any, device: torch.device, pin_memory: bool) -> None:

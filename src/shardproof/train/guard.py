@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from shardproof.dist.collectives import exchange
 from shardproof.dist.mesh import replicate_size
 from shardproof.shard.sharded_model import ShardedModel
 from shardproof.shard.torch_private import clean_name
-from shardproof.train.metrics import MetricSums, reduce_metrics
+from shardproof.train.metrics import MetricSums, check_same_metrics, reduce_metrics
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,7 @@ def agree(
     rows = exchange(mine)
     # Ranks of one sequence-parallel group report the same tokens; each group is counted once.
     counted = rows[:: policy.sequence_parallel]
+    check_same_metrics([r["metrics"] for r in rows])
     metrics = reduce_metrics([r["metrics"] for r in counted], sums.reductions)
     loss = sum(sum(r["losses"]) for r in counted)
     # Replicas hold the same gradient.
@@ -104,11 +106,12 @@ def find_bad_gradient(
     for index in range(num_micro_batches):
         with _watching(policy) as seen:
             replay(index)
-        rows = exchange(seen[:1])
-        for rank, row in enumerate(rows):
-            if row:
-                clear()
-                return rank, index, row[0]
+        # Ranks pass through the same modules; the one that saw it earliest is where it began.
+        rows = [[row[0], rank] for rank, row in enumerate(exchange(seen[:1])) if row]
+        if rows:
+            (_, name), rank = min(rows)
+            clear()
+            return rank, index, name
         names = exchange(_bad_parameters(policy)[:1])
         for rank, row in enumerate(names):
             if row:
@@ -130,14 +133,16 @@ def _bad_parameters(policy: ShardedModel) -> list[str]:
 
 
 @contextmanager
-def _watching(policy: ShardedModel) -> Iterator[list[str]]:
-    """Names of the modules whose output's gradient was not finite, in the order of the backward pass."""
-    seen: list[str] = []
+def _watching(policy: ShardedModel) -> Iterator[list[tuple[int, str]]]:
+    """(place in the backward pass, name) of the modules whose output's gradient was not finite, in that order."""
+    seen: list[tuple[int, str]] = []
+    place = itertools.count()
 
     def watch(name: str) -> Callable[[nn.Module, Any, Any], None]:
         def look(grad: torch.Tensor) -> None:
+            here = next(place)
             if not bool(torch.isfinite(grad).all()):
-                seen.append(name)
+                seen.append((here, name))
 
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
             first = output[0] if isinstance(output, tuple) else output

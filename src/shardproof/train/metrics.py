@@ -54,15 +54,20 @@ def _merge(a: torch.Tensor, b: torch.Tensor, reduction: str) -> torch.Tensor:
     return torch.stack([pick(a[0], b[0]), a[1] + b[1]])
 
 
-def reduce_metrics(rows: list[dict[str, Any]], reductions: Mapping[str, str]) -> dict[str, float]:
-    """One number a metric from every rank's {name: [partial, count]}; raises if ranks have other names."""
+def check_same_metrics(rows: list[dict[str, Any]]) -> None:
+    """Raise if ranks have metrics of other names."""
     names = list(rows[0])
     for rank, row in enumerate(rows):
         if sorted(row) != sorted(names):
             odd = sorted(set(row) ^ set(names))
             message = f"it reports {sorted(row)}, rank 0 reports {sorted(names)}; they differ in {odd}."
             raise error_for([Finding("T306", "metrics", message, rank=rank)])
-    return {name: _reduce([row[name] for row in rows], reductions.get(name, "mean")) for name in names}
+
+
+def reduce_metrics(rows: list[dict[str, Any]], reductions: Mapping[str, str]) -> dict[str, float]:
+    """One number a metric from every rank's {name: [partial, count]}; raises if ranks have other names."""
+    check_same_metrics(rows)
+    return {name: _reduce([row[name] for row in rows], reductions.get(name, "mean")) for name in rows[0]}
 
 
 def _reduce(parts: list[list[float]], reduction: str) -> float:

@@ -234,7 +234,7 @@ def score(
         targets=inputs.targets,
         temperature=temperature,
         want_entropy=want_entropy,
-        want_router=want_router,
+        router_tokens=inputs.num_tokens if want_router else None,
         head=head_facts(policy.model.config) if scoring.chunked else None,
     )
     logps = inputs.predictions(output["logps"])
@@ -260,9 +260,11 @@ class _Inputs:
         tokens = torch.tensor([token for sequence in padded for token in sequence])
         targets = torch.cat([tokens[1:], tokens[:1]])
         local = slice(0, None)
+        self.num_tokens = sum(lengths)  # of this rank, without the fill
         if self._group is not None:
             step = len(tokens) // size
             local = slice(self._group.rank * step, (self._group.rank + 1) * step)
+            self.num_tokens = min(max(self.num_tokens - local.start, 0), step)
         device = policy.device
         self.targets = to_device(targets[local], device)
         self.model_inputs: dict[str, object] = {"input_ids": to_device(tokens[local], device)[None]}
@@ -319,7 +321,9 @@ def _find_scoring(policy: ShardedModel) -> Scoring:
     vocabulary = min(vocabulary_size(policy), 1000)
     lengths = [n for n in (7, 5) if n <= (max_positions(policy.model.config) or n)]
     probe = Batch([[(17 * i + 3 * n) % vocabulary for i in range(n)] for n in lengths])
-    with torch.no_grad(), _evaluating(policy):
+    # Autocast would put its own noise between two ways that agree.
+    exact = torch.autocast(policy.device.type, enabled=False)
+    with torch.no_grad(), _evaluating(policy), exact:
         truth = _probe(policy, probe, own)
         assert isinstance(truth, torch.Tensor)
         tolerance = 1e-3 if policy.settings.compute_dtype == torch.float32 else 0.2

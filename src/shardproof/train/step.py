@@ -20,7 +20,7 @@ from shardproof.model.router import balancing_loss
 from shardproof.shard.attest import check_optimizer
 from shardproof.shard.settings import FSDP1
 from shardproof.shard.sharded_model import ShardedModel
-from shardproof.shard.torch_private import reshard, set_last_micro_batch
+from shardproof.shard.torch_private import forget_partial_sums, reshard, set_last_micro_batch
 from shardproof.train.batching import Batch, check_batch, spread, weigh
 from shardproof.train.guard import Verdict, agree, find_bad_gradient, local_square_norm, scale_gradients
 from shardproof.train.loss import Loss, Scored, find_loss
@@ -77,17 +77,20 @@ def train_step(
 
     Collective: every rank of policy.mesh.
     """
-    loss = find_loss(loss)
     seconds = deadline_s if deadline_s is not None else _DEADLINE_S[policy.device.type]
     with deadline("train_step", "T308", seconds, _groups(policy)):
         work = _prepare(policy, batch, optimizer, loss, micro_batch_tokens, temperature, router_coef)
-        with scoring_context(policy, work.scoring):
-            sums = MetricSums(loss.metrics)
-            losses = [_backward(policy, work, index, sums) for index in range(len(work.micro_batches))]
-            verdict = agree(policy, losses, sums, local_square_norm(policy))
-            tensor = None
-            if not verdict.step:
-                verdict, tensor = _locate(policy, work, verdict, optimizer)
+        try:
+            with scoring_context(policy, work.scoring):
+                sums = MetricSums(work.loss.metrics)
+                losses = [_backward(policy, work, index, sums) for index in range(len(work.micro_batches))]
+                verdict = agree(policy, losses, sums, local_square_norm(policy))
+                tensor = None
+                if not verdict.step:
+                    verdict, tensor = _locate(policy, work, verdict, optimizer)
+        except BaseException:
+            _drop_gradients(policy, optimizer)
+            raise
         lr = optimizer.param_groups[0]["lr"]
         if verdict.step:
             scale_gradients(policy, verdict.grad_norm, max_grad_norm)
@@ -96,7 +99,7 @@ def train_step(
                 scheduler.step()
             policy.version += 1
             policy.num_updates += lr > 0 and verdict.grad_norm > 0
-        optimizer.zero_grad()
+        _drop_gradients(policy, optimizer)
     result = StepResult(
         stepped=verdict.step,
         reason=verdict.reason,
@@ -126,6 +129,12 @@ class _Work:
     num_tokens: int  # counted predictions of the global batch
 
 
+def _drop_gradients(policy: ShardedModel, optimizer: torch.optim.Optimizer) -> None:
+    """Forget every gradient, so that no later step adds to it."""
+    optimizer.zero_grad()
+    forget_partial_sums(policy.module)
+
+
 def _groups(policy: ShardedModel) -> list[dist.ProcessGroup]:
     groups = mesh_groups(policy.mesh)
     return [*groups, policy.sequence_group.group] if policy.sequence_group is not None else groups
@@ -135,21 +144,29 @@ def _prepare(
     policy: ShardedModel,
     batch: Batch,
     optimizer: torch.optim.Optimizer,
-    loss: Loss,
+    loss: str | Loss,
     micro_batch_tokens: int,
     temperature: float,
     router_coef: float,
 ) -> _Work:
     """Check everything before the first forward; every rank raises the same error. Collective: every rank."""
     with together("train_step"):
-        _check_request(policy, batch, loss, temperature, router_coef)
+        loss = find_loss(loss)
+        _check_request(policy, batch, loss, micro_batch_tokens, temperature, router_coef)
+    assert isinstance(loss, Loss)
     check_same_in_group(policy, batch)
     # Checked once for each optimizer: its groups do not change between steps.
     if policy.checked_optimizer is not optimizer:
         reshard(policy.module)
         raise_together(check_optimizer(policy.module, optimizer, dist.get_rank()))
         policy.checked_optimizer = optimizer
-    if "weights" not in batch.columns:
+    # A rank without sequences has whatever columns the others have.
+    weighted = {"weights" in row for num, row in exchange([len(batch), sorted(batch.columns)]) if num}
+    if len(weighted) > 1:
+        raise fail("C004", "train_step", "some ranks have a `weights` column and others do not.")
+    if weighted == {True}:
+        batch = batch if len(batch) else batch.with_column("weights", [])
+    else:
         batch = weigh(batch, share=policy.sequence_parallel)
     counts = exchange([len(batch), int(sum(float((w != 0).sum()) for w in batch.columns["weights"]))])
     if not any(count[0] for count in counts):
@@ -166,13 +183,20 @@ def _prepare(
 
 
 def _check_request(
-    policy: ShardedModel, batch: Batch, loss: Loss, temperature: float, router_coef: float
+    policy: ShardedModel,
+    batch: Batch,
+    loss: Loss,
+    micro_batch_tokens: int,
+    temperature: float,
+    router_coef: float,
 ) -> None:
     config = policy.model.config
     if policy.role == REFERENCE:
         raise fail("C001", "train_step", "a reference is frozen; load it with role='policy' to train it.")
     if policy.role != loss.role:
         raise fail("C001", "train_step", f"loss {loss.name!r} is for a {loss.role}, this is a {policy.role}.")
+    if micro_batch_tokens < 1:
+        raise fail("C001", "train_step", f"micro_batch_tokens={micro_batch_tokens} must be positive.")
     if temperature <= 0:
         raise fail("C001", "train_step", f"temperature={temperature} must be positive.")
     if router_coef and policy.role == CRITIC:
@@ -181,8 +205,13 @@ def _check_request(
             "train_step",
             f"router_coef={router_coef} is for a policy; a critic's router is not balanced.",
         )
-    if router_coef and num_experts(config) is None:
-        raise fail("C001", "train_step", f"router_coef={router_coef}: {config.model_type!r} has no router.")
+    if router_coef and not hasattr(config.get_text_config(), "router_aux_loss_coef"):
+        why = (
+            "has no router"
+            if num_experts(config) is None
+            else "balances its router by other means than a loss"
+        )
+        raise fail("C001", "train_step", f"router_coef={router_coef}: {config.model_type!r} {why}.")
     missing = [name for name in loss.columns if name not in batch.columns]
     if missing and len(batch):
         raise fail("C004", "train_step", f"loss {loss.name!r} needs the columns {missing}.")
@@ -229,10 +258,11 @@ def _weighted_loss(
     columns = {name: to_device(micro_batch.flat(name), policy.device) for name in micro_batch.columns}
     weights = columns["weights"]
     counted = weights != 0
+    # A token that does not count must not count as NaN either, nor its gradient: zero times NaN is NaN.
+    columns = {name: torch.where(counted, column, 0.0) for name, column in columns.items()}
     columns.setdefault("mask", counted.float())
     columns["sequence"] = to_device(micro_batch.sequence_indices(), policy.device)
     token_loss, metrics = work.loss.function(scored, columns)
-    # A token that does not count must not count as NaN either.
     total = torch.where(counted, weights * token_loss, 0.0).sum()
     if router is not None:
         aux = balancing_loss(router, policy.model.config)
@@ -255,7 +285,7 @@ def _locate(
         policy,
         len(work.micro_batches),
         lambda index: _backward(policy, work, index, sums),
-        optimizer.zero_grad,
+        lambda: _drop_gradients(policy, optimizer),
     )
     if tensor is None:
         return replace(

@@ -1,6 +1,6 @@
 """Load and export on one CUDA device: one NCCL rank, and two gloo ranks that share the device.
 
-Run as `python benchmarks/cuda.py`. The checkpoint has the shape of Qwen3-1.7B; it is made on the device first.
+Run as `python benchmarks/one_gpu.py`. The checkpoint has the shape of Qwen3-1.7B; it is made on the device first.
 """
 
 from __future__ import annotations
