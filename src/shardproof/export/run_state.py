@@ -134,15 +134,16 @@ def _scalars(policy: ShardedModel, optimizer: torch.optim.Optimizer | None) -> d
 
 
 def _plain(values: dict[str, Any]) -> dict[str, Any]:
-    """The entries that JSON can hold; tuples become lists."""
-    simple = int | float | bool | str | None
-    kept = {}
-    for key, value in values.items():
-        if isinstance(value, simple) or (
-            isinstance(value, list | tuple) and all(isinstance(item, simple) for item in value)
-        ):
-            kept[key] = list(value) if isinstance(value, list | tuple) else value
-    return kept
+    """The entries that JSON can hold, nested ones included; functions and other objects are left out."""
+    return {key: value for key, value in values.items() if _is_plain(value)}
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_plain(item) for key, item in value.items())
+    if isinstance(value, list | tuple):
+        return all(_is_plain(item) for item in value)
+    return isinstance(value, int | float | bool | str | None)
 
 
 def _unplain(value: Any) -> Any:
