@@ -399,15 +399,15 @@ def load_from_a_file_that_shrinks(folder, name):
     """Rank 1 loses the file of one tensor after its header was read."""
     from shardproof.checkpoint.reader import Checkpoint
 
-    view = Checkpoint.view
+    raw = Checkpoint.raw
 
-    def fail_for_one(self, wanted, box):
+    def fail_for_one(self, wanted):
         if wanted == name and dist.get_rank() == 1:
             raise OSError(f"cannot map {self.tensors[name].file}")
-        return view(self, wanted, box)
+        return raw(self, wanted)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Checkpoint, "view", fail_for_one)
+        patch.setattr(Checkpoint, "raw", fail_for_one)
         sp.load(folder, compute_dtype=torch.float32)
 
 

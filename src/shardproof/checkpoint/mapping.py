@@ -29,6 +29,7 @@ class WholeConversion:
     first_target: str
     target: str
     sources: Mapping[str, tuple[str, ...]]  # source pattern -> checkpoint names, in order
+    dtype: torch.dtype  # of the sources
 
     def convert(self, checkpoint: SliceSource, model: PreTrainedModel) -> torch.Tensor:
         """The converted tensor. Memory: its sources and itself, whole."""
@@ -230,6 +231,7 @@ def _convert(
             for pattern, names in sources.items()
         }
         frozen = {pattern: tuple(names) for pattern, names in sources.items()}
+        dtype = tensors[next(iter(frozen.values()))[0]].dtype
         try:
             names = list(_run(converter, first_target, meta, model))
         except RuntimeError as error:
@@ -237,7 +239,7 @@ def _convert(
             message = f"{first_target!r} cannot be made through {operations} from {{shape: count}} {counts}: {error}"
             raise fail("L106", "map", message, tensor=first_target) from error
         for name in names:
-            result.whole[name] = WholeConversion(converter, first_target, name, frozen)
+            result.whole[name] = WholeConversion(converter, first_target, name, frozen, dtype)
             result.operations[name] = operations
 
 

@@ -14,6 +14,7 @@ from shardproof.dist.collectives import all_gather_flat, gather_rows, raise_toge
 from shardproof.errors import error_for
 from shardproof.findings import Finding
 from shardproof.model.delta import Delta, find_deltas
+from shardproof.model.initial import InitSpec
 from shardproof.model.inventory import TensorInfo
 from shardproof.model.lora import ADAPTER
 from shardproof.shard.holdings import local_shards, persistent_buffers
@@ -132,7 +133,7 @@ def _export_dtype(info: TensorInfo, plan: ShardPlan, dtype: torch.dtype | str | 
         return info.dtype
     if dtype == "checkpoint":
         origin = plan.origins[info.name]
-        return origin.dtype if isinstance(origin, BoxTensor) else info.dtype
+        return info.dtype if isinstance(origin, InitSpec) else origin.dtype
     assert isinstance(dtype, torch.dtype)
     return dtype
 
