@@ -74,6 +74,23 @@ def all_gather_flat(local: torch.Tensor, group: dist.ProcessGroup) -> torch.Tens
     return received
 
 
+def gather_uneven(local: torch.Tensor, sizes: list[int], group: dist.ProcessGroup) -> torch.Tensor:
+    """The first `sizes[rank]` elements of every rank's 1-D `local`, end to end in rank order.
+
+    Collective: the group.
+    """
+    received = local.new_empty(sum(sizes))
+    at = 0
+    for rank, size in enumerate(sizes):
+        part = received[at : at + size]
+        if rank == dist.get_rank(group):
+            part.copy_(local[:size])
+        if size:
+            dist.broadcast(part, dist.get_global_rank(group, rank), group=group)
+        at += size
+    return received
+
+
 def share_findings(findings: list[Finding]) -> list[Finding]:
     """The findings of all ranks, the same list on each.
 

@@ -168,8 +168,15 @@ def _write_description(
     policy: ShardedModel, folder: Path, files: dict[str, list[TensorMeta]], adapter_only: bool
 ) -> None:
     """Config, index, and the files that travel along unchanged. Rank 0 only."""
+    for path in [*folder.glob("*.safetensors"), folder / INDEX_NAME]:
+        if path.name not in files:
+            path.unlink(missing_ok=True)  # of an earlier save into this folder
     if adapter_only:
-        policy.model.peft_config[ADAPTER].save_pretrained(folder)
+        config = deepcopy(policy.model.peft_config[ADAPTER])
+        config.base_model_name_or_path = policy.source
+        config.inference_mode = True
+        config.task_type = config.task_type or ("SEQ_CLS" if policy.role == CRITIC else "CAUSAL_LM")
+        config.save_pretrained(folder)
         return
     _described_config(policy, files).save_pretrained(folder)
     if len(files) > 1:

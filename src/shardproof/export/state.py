@@ -56,6 +56,14 @@ class PendingSave:
         self._staged = threading.Event()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+        self._told = False
+
+    def settle(self) -> None:
+        """Wait for the end, and raise what went wrong unless it has been raised before."""
+        if self._thread is not None:
+            self._thread.join()
+        if self._error is not None and not self._told:
+            self.wait()
 
     def wait(self) -> Path:
         """Block until the checkpoint is published; raises what went wrong, the same on every rank."""
@@ -65,6 +73,7 @@ class PendingSave:
             self._thread = None
             self.blocked_seconds += time.perf_counter() - started
         if self._error is not None:
+            self._told = True
             raise self._error
         assert self.folder is not None
         return self.folder
@@ -96,9 +105,9 @@ def save_checkpoint(
     Collective: every rank. Memory: in the background, a host copy of this rank's state.
     """
     started = time.perf_counter()
-    if policy.pending_save is not None:
-        policy.pending_save.wait()
-        policy.pending_save = None
+    previous, policy.pending_save = policy.pending_save, None
+    if previous is not None:
+        previous.settle()
     root = Path(folder)
     number = policy.version if step is None else step
     with together("save"):
@@ -190,9 +199,14 @@ def _write(
     partial: Path, ranges: dict[str, FlatRange], state: dict[str, Any], group: dist.ProcessGroup
 ) -> None:
     """Write the tensors through DCP and the rest as JSON. Collective: every rank, on the checkpoint group."""
+    problem = None
     if dist.get_rank() == 0:
-        partial.mkdir(parents=True, exist_ok=True)
-        _write_json(partial / STATE_NAME, state)
+        try:
+            partial.mkdir(parents=True, exist_ok=True)
+            _write_json(partial / STATE_NAME, state)
+        except OSError as error:
+            problem = error
+    _share_problem(problem, group)
     dcp.save(ranges, storage_writer=make_writer(partial), planner=FlatSavePlanner(), process_group=group)
 
 
@@ -216,11 +230,16 @@ def _publish(root: Path, partial: Path, number: int, keep: int | None, group: di
             _rename(root, partial, final, keep)
         except OSError as error:
             problem = error
-    outcome = torch.tensor([int(problem is not None)])
-    dist.broadcast(outcome, 0, group=group)
-    if int(outcome):
-        raise problem or OSError("rank 0 could not publish the checkpoint")
+    _share_problem(problem, group)
     return final
+
+
+def _share_problem(problem: OSError | None, group: dist.ProcessGroup) -> None:
+    """Raise rank 0's error, if it has one, on every rank. Collective: every rank, on the checkpoint group."""
+    number = torch.tensor([(problem.errno or -1) if problem is not None else 0])
+    dist.broadcast(number, 0, group=group)
+    if int(number):
+        raise problem or OSError(int(number), os.strerror(max(int(number), 0)))
 
 
 def _rename(root: Path, partial: Path, final: Path, keep: int | None) -> None:
@@ -230,7 +249,9 @@ def _rename(root: Path, partial: Path, final: Path, keep: int | None) -> None:
     os.rename(partial, final)
     _sync_folder(root)
     for old in list_checkpoints(root)[: -keep if keep else None] if keep is not None else []:
-        shutil.rmtree(old, ignore_errors=True)
+        os.rename(
+            old, root / f"{_PARTIAL}old-{old.name}"
+        )  # what is half removed must not look like a checkpoint
     for leftover in root.glob(f"{_PARTIAL}*"):
         shutil.rmtree(leftover, ignore_errors=True)
 

@@ -46,6 +46,11 @@ class WeightStream:
         allow_nonfinite: bool = False,
         deadline_s: float = _DEADLINE_S,
     ):
+        floating = isinstance(dtype, torch.dtype) and dtype.is_floating_point
+        if dtype is not None and dtype != "checkpoint" and not floating:
+            raise fail(
+                "C001", "export", f"dtype={dtype!r} is not None, 'checkpoint' or a floating torch.dtype."
+            )
         self.policy = policy
         self.bucket_bytes = bucket_bytes
         self.digests = digests

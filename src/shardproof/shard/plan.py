@@ -48,6 +48,10 @@ def plan_shards(
         found = _map_without_adapters(skeleton, inventory, checkpoint)
     to_initialise = []
     for info in inventory.stored:
+        adapted = next((name for name in info.names if ".base_layer." in name), None)
+        if len(info.names) > 1 and adapted is not None:
+            message = f"an adapter on {adapted!r} would leave {info.names} tied in the base and apart in what is computed."
+            raise fail("L113", "plan", message, tensor=adapted, fix="adapt neither end of a tie")
         sources = [name for name in info.base_names if name in found] if not info.is_adapter else []
         if not sources:
             to_initialise.append(info)
