@@ -141,12 +141,17 @@ def assert_same_run(num_ranks, sources, replicas, options, root, background, exp
 
 
 @pytest.fixture(scope="module")
-def whole_runs(sources):
+def main_sources(sources):
+    return {kind: sources[kind] for kind in ("dense", "experts", "adapters")}
+
+
+@pytest.fixture(scope="module")
+def whole_runs(main_sources):
     """A function from a strategy to what two ranks do without an interruption."""
 
     @functools.cache
     def run(strategy):
-        return run_ranks(2, uninterrupted, sources, 1, {"strategy": strategy}, 4)
+        return run_ranks(2, uninterrupted, main_sources, 1, {"strategy": strategy}, 4)
 
     return run
 
@@ -154,10 +159,10 @@ def whole_runs(sources):
 @pytest.mark.parametrize("background", [False, True], ids=["foreground", "background"])
 @pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2"])
 def test_the_resumed_run_is_the_uninterrupted_one_to_the_bit(
-    sources, whole_runs, tmp_path, strategy, background
+    main_sources, whole_runs, tmp_path, strategy, background
 ):
     options = {"strategy": strategy}
-    assert_same_run(2, sources, 1, options, tmp_path, background, whole_runs(strategy))
+    assert_same_run(2, main_sources, 1, options, tmp_path, background, whole_runs(strategy))
 
 
 @pytest.mark.parametrize(
@@ -240,8 +245,8 @@ def assembled(replies):
 
 
 @pytest.mark.parametrize("chain", CHAINS)
-def test_a_run_moves_over_world_sizes_and_strategies(sources, tmp_path, chain):
-    chosen = dict(sources) if chain != "fsdp2 alone" else {"adapters": sources["adapters"]}
+def test_a_run_moves_over_world_sizes_and_strategies(main_sources, tmp_path, chain):
+    chosen = {kind: main_sources[kind] for kind in (["adapters"] if chain == "fsdp2 alone" else main_sources)}
     saved, losses = {}, {kind: [] for kind in chosen}
     for link, (num_ranks, replicas, strategy) in enumerate(CHAINS[chain]):
         replies = run_ranks(num_ranks, hand_over, chosen, replicas, strategy, tmp_path, link == 0)

@@ -35,10 +35,8 @@ CASES = {
 }
 # (ranks, replicas, options of load)
 LAYOUTS = {
-    "fsdp1 on 2": (2, 1, {"strategy": "fsdp1"}),
     "fsdp1 on 3": (3, 1, {"strategy": "fsdp1"}),
     "fsdp2 on 1": (1, 1, {"strategy": "fsdp2"}),
-    "fsdp2 on 3": (3, 1, {"strategy": "fsdp2"}),
     "fsdp2 on 2x2": (4, 2, {"strategy": "fsdp2"}),
     "offloaded on 2": (2, 1, {"strategy": "fsdp2", "cpu_offload": True}),
 }

@@ -18,7 +18,6 @@ from tests.distributed.test_stream import collect, load, lora_config, train
 from tests.models import make_checkpoint
 from tests.ranks import run_ranks
 
-FAMILIES = ("llama", "qwen3_tied", "qwen3_moe")
 KINDS = {
     "full": ({}, {}),
     "merged": ({"lora": lora_config()}, {}),
@@ -70,8 +69,7 @@ def held(policy, names):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "num_ranks"), [("qwen3_tied", 1), ("llama", 2), ("qwen3_moe", 2)])
 def test_train_stream_train_stream_under_cpu_offload(checkpoint, family, num_ranks, kind):
     fields, how = KINDS[kind]
     resident = run_ranks(num_ranks, train_and_export, checkpoint(family), fields, how)

@@ -172,7 +172,7 @@ def _write_description(
         if path.name not in files:
             path.unlink(missing_ok=True)  # of an earlier save into this folder
     if adapter_only:
-        config = deepcopy(policy.model.peft_config[ADAPTER])
+        config: Any = deepcopy(policy.model.peft_config[ADAPTER])
         config.base_model_name_or_path = policy.source
         config.inference_mode = True
         config.task_type = config.task_type or ("SEQ_CLS" if policy.role == CRITIC else "CAUSAL_LM")

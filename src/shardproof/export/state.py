@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim.lr_scheduler import LRScheduler
 
 from shardproof.dist.collectives import exchange, together
@@ -121,7 +120,7 @@ def save_checkpoint(
 
     def work() -> None:
         try:
-            mine = _without_replicas(policy, _staged(ranges) if background else ranges)
+            mine = _without_replicas(policy, _stage_together(ranges, group) if background else ranges)
             pending._staged.set()
             _write(partial, mine, state, group)
             pending.folder = _publish(root, partial, number, keep, group)
@@ -176,6 +175,18 @@ def _group_of(policy: ShardedModel) -> dist.ProcessGroup:
     if policy.checkpoint_group is None:
         policy.checkpoint_group = dist.new_group(backend="gloo")
     return policy.checkpoint_group
+
+
+def _stage_together(ranges: dict[str, FlatRange], group: dist.ProcessGroup) -> dict[str, FlatRange]:
+    """The host copies, if every rank could make them. Collective: every rank, on the checkpoint group."""
+    problem: Exception | None = None
+    copies: dict[str, FlatRange] = {}
+    try:
+        copies = _staged(ranges)
+    except (MemoryError, RuntimeError) as error:
+        problem = error
+    _share_problem(problem, group)
+    return copies
 
 
 def _staged(ranges: dict[str, FlatRange]) -> dict[str, FlatRange]:
@@ -234,12 +245,20 @@ def _publish(root: Path, partial: Path, number: int, keep: int | None, group: di
     return final
 
 
-def _share_problem(problem: OSError | None, group: dist.ProcessGroup) -> None:
-    """Raise rank 0's error, if it has one, on every rank. Collective: every rank, on the checkpoint group."""
-    number = torch.tensor([(problem.errno or -1) if problem is not None else 0])
-    dist.broadcast(number, 0, group=group)
-    if int(number):
-        raise problem or OSError(int(number), os.strerror(max(int(number), 0)))
+def _share_problem(problem: Exception | None, group: dist.ProcessGroup) -> None:
+    """Raise the first rank's error, if any has one, on every rank. Collective: every rank, on the checkpoint group."""
+    text = f"{type(problem).__name__}: {problem}".encode()[:_TEXT_BYTES] if problem is not None else b""
+    mine = torch.zeros(_TEXT_BYTES, dtype=torch.uint8)
+    mine[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else mine[:0]
+    rows = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, mine, group=group)
+    for rank, row in enumerate(rows):
+        if int(row[0]):
+            said = bytes(row.numpy()).rstrip(b"\0").decode(errors="replace")
+            raise fail("E408", "save", f"the checkpoint was not published: {said}", rank=rank)
+
+
+_TEXT_BYTES = 256
 
 
 def _rename(root: Path, partial: Path, final: Path, keep: int | None) -> None:
@@ -305,12 +324,13 @@ def resume(
             "E407", "resume", f"ranks see different checkpoints: {sorted(set(exchange(chosen.name)))}."
         )
     ranges = model_ranges(policy)
+    described = metadata.state_dict_metadata
+    with together("resume"):
+        _check_names(chosen, described, ranges)
+        if optimizer is not None:
+            _check_optimizer(chosen, described, policy, optimizer, state["groups"])
     if optimizer is not None and state["groups"] is not None:
-        saved = {
-            name: info.properties.dtype
-            for name, info in metadata.state_dict_metadata.items()
-            if isinstance(info, TensorStorageMetadata)
-        }
+        saved = {name: info.properties.dtype for name, info in described.items()}
         ranges |= allocate_optimizer(policy, optimizer, saved)
     with torch.no_grad(), _explaining(chosen):
         dcp.load(
@@ -352,8 +372,11 @@ def find_checkpoint(folder: Path, which: str) -> Path:
 def _read_state(folder: Path, policy: ShardedModel) -> dict[str, Any]:
     try:
         state = json.loads((folder / STATE_NAME).read_text())
-        saved = state["model"]
-    except (OSError, ValueError, KeyError) as error:
+        saved = dict(state["model"])
+        missing = [key for key in _STATE_KEYS if key not in state]
+        if missing:
+            raise KeyError(f"it lacks {missing}")
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise fail("E407", "resume", f"{folder.name}: {STATE_NAME} cannot be read: {error}.") from error
     ours = fingerprint(policy)
     if saved != ours:
@@ -363,9 +386,41 @@ def _read_state(folder: Path, policy: ShardedModel) -> dict[str, Any]:
     return state
 
 
+_STATE_KEYS = ("version", "num_updates", "groups", "scalars", "scheduler", "rng", "world_size", "extra")
+
+
+def _check_names(folder: Path, described: Any, ranges: dict[str, FlatRange]) -> None:
+    """Every tensor of the model is described, with its size."""
+    for name, item in ranges.items():
+        info = described.get(name)
+        if info is None or info.size.numel() != item.numel:
+            found = "is not there" if info is None else f"has {info.size.numel()} elements of {item.numel}"
+            raise fail("E407", "resume", f"{folder.name}: {name!r} {found}.", tensor=name)
+
+
+def _check_optimizer(
+    folder: Path, described: Any, policy: ShardedModel, optimizer: torch.optim.Optimizer, groups: Any
+) -> None:
+    """The saved optimizer has as many groups as this one, and the same state for every trainable parameter."""
+    if groups is not None and len(groups) != len(optimizer.param_groups):
+        message = f"{folder.name}: its optimizer has {len(groups)} groups, this one has {len(optimizer.param_groups)}."
+        raise fail("E407", "resume", message)
+    states = {
+        name: key for name in described if name.startswith("optim.") for key in [name.rpartition(".")[2]]
+    }
+    for name, param in policy.named_parameters():
+        for key in set(states.values()) if param.requires_grad else ():
+            if f"optim.{name}.{key}" not in states:
+                raise fail(
+                    "E407", "resume", f"{folder.name}: 'optim.{name}.{key}' is not there.", tensor=name
+                )
+
+
 def _check_files(folder: Path, metadata: Any) -> None:
     """Every file that the metadata names is there and long enough."""
     needed: dict[str, int] = {}
+    if not metadata.storage_data:
+        raise fail("E407", "resume", f"{folder.name}: its metadata names no file.")
     for info in metadata.storage_data.values():
         needed[info.relative_path] = max(needed.get(info.relative_path, 0), info.offset + info.length)
     for name, size in needed.items():

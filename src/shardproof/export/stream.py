@@ -151,15 +151,18 @@ class WeightStream:
         payload = self.payload
         names = [name for entry in bucket for name in entry.sources]
         sharded = [name for name in names if not payload.infos[name].is_buffer]
+        if payload.adapters_needed(sharded):
+            agree_to_go_on()  # before the first collective of a bucket, or a rank that has stopped would miss it
         adapters = self.gather_adapters(sharded, layout)
         values = {name: payload.local_values(name, adapters) for name in sharded}
-        agree_to_go_on(bad=None if self.allow_nonfinite else first_not_finite(values))
+        buffers = {
+            n: payload.buffers[payload.infos[n].name].reshape(-1) for n in names if payload.infos[n].is_buffer
+        }
+        agree_to_go_on(bad=None if self.allow_nonfinite else first_not_finite(values | buffers))
         ranges = {name: layout.ranges[payload.infos[name].name] for name in sharded}
         sizes = {name: payload.infos[name].numel for name in sharded}
         flat = gather(values, Layout(ranges, layout.rank, layout.group), sizes)
-        flat |= {
-            n: payload.buffers[payload.infos[n].name].reshape(-1) for n in names if payload.infos[n].is_buffer
-        }
+        flat |= buffers
         whole = {name: flat.pop(name).view(payload.infos[name].shape) for name in names}
         tensors: list[tuple[str, torch.Tensor]] = []
         for entry in bucket:
