@@ -53,11 +53,10 @@ def allocate_optimizer(
 ) -> dict[str, FlatRange]:
     """Memory for the optimizer state that a checkpoint has, registered with the optimizer."""
     for name, param in policy.named_parameters():
-        local = param.to_local() if isinstance(param, DTensor) else param
         prefix = f"optim.{name}."
         for key in [key for key in saved if key.startswith(prefix) and "." not in key[len(prefix) :]]:
-            if local.numel():
-                optimizer.state[param][key[len(prefix) :]] = torch.zeros_like(param, dtype=saved[key])
+            # Also where this rank holds nothing of it: the optimizer counts its steps there too.
+            optimizer.state[param][key[len(prefix) :]] = torch.zeros_like(param, dtype=saved[key])
     return optimizer_ranges(policy, optimizer)
 
 

@@ -314,6 +314,9 @@ def resume(
 
     Collective: every rank.
     """
+    previous, policy.pending_save = policy.pending_save, None
+    if previous is not None:
+        previous.settle()  # what is loaded now must not be in what is being saved
     with together("resume"):
         chosen = find_checkpoint(Path(folder), which)
         state = _read_state(chosen, policy)
