@@ -153,6 +153,14 @@ def test_another_process_verifies_the_second_write(checkpoint, fields):
 # The memory's life.
 
 
+def link_target(path):
+    """What a descriptor's path leads to; the number of a closed one may be another file's by now."""
+    try:
+        return os.readlink(path)
+    except FileNotFoundError:
+        return None
+
+
 def describe_memory(folder, case):
     """(mode, size, whether it has a name, mapped here; after close: whether the path is gone)."""
     weights = sp.SharedWeights(load(folder))
@@ -171,7 +179,7 @@ def describe_memory(folder, case):
         "mode": stat.S_IMODE(status.st_mode),
         "size": status.st_size,
         "target": target,
-        "gone": not os.path.exists(path),
+        "gone": link_target(path) != target,
         "mapped": target.split(":")[1].split(" ")[0] in maps,
         "value": None if first is None else first.clone(),
     }

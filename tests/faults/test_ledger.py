@@ -128,15 +128,16 @@ def test_random_coverings(seed):
 
 def load_with_wrong_reads(source, strategy, times):
     """Rank 1 does the first read of one tensor `times` times."""
-    real = materialise.list_reads
+    real = materialise.list_runs
 
-    def list_reads(boxes, start, stop):
-        for index, read in enumerate(real(boxes, start, stop)):
-            wrong = index == 0 and read.slice.source == TENSOR and dist.get_rank() == 1
-            yield from [read] * (times if wrong else 1)
+    def list_runs(runs, start, stop):
+        found = real(runs, start, stop)
+        if found[0].source == TENSOR and dist.get_rank() == 1:
+            return found[:1] * times + found[1:]
+        return found
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(materialise, "list_reads", list_reads)
+        patch.setattr(materialise, "list_runs", list_runs)
         sp.load(source, strategy=strategy, compute_dtype=torch.float32)
 
 

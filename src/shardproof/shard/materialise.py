@@ -40,6 +40,12 @@ def list_reads(boxes: BoxTensor, start: int, stop: int) -> Iterator[Read]:
             yield Read(piece, offset, block)
 
 
+def list_runs(runs: list[Run], start: int, stop: int) -> list[Run]:
+    """The runs, of a tensor made of runs, that fill elements [start, stop), in order."""
+    first = max(bisect_right(runs, start, key=lambda run: run.start) - 1, 0)
+    return runs[first : bisect_left(runs, stop, key=lambda run: run.start)]
+
+
 def materialise(
     plan: ShardPlan,
     shards: Sequence[LocalShard],
@@ -119,9 +125,7 @@ def _write_runs(
 
     Many short runs are first laid side by side in the checkpoint's dtype, so that they are converted in one go.
     """
-    first = max(bisect_right(runs, shard.start, key=lambda run: run.start) - 1, 0)
-    last = bisect_left(runs, shard.stop, key=lambda run: run.start)
-    mine = runs[first:last]
+    mine = list_runs(runs, shard.start, shard.stop)
     for low, high, buffer in staging.buffers(shard, dtype, gather=len(mine) > _MANY_RUNS):
         plain = buffer.dtype == dtype
         target = buffer.view(torch.uint8).numpy() if plain else None
