@@ -4,7 +4,9 @@ import json
 import sys
 import types
 
+import pyarrow
 import pytest
+from pyarrow import parquet
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
@@ -119,8 +121,6 @@ def test_sources_that_are_not_there_are_refused(tmp_path):
 
 
 def test_parquet_rows(tmp_path):
-    pyarrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
     rows = [
         {"prompt": [{"role": "user", "content": "a"}], "n": 1},
         {"prompt": [{"role": "user", "content": "b"}], "n": 2},
@@ -163,6 +163,15 @@ def test_hub_sources(monkeypatch, source, asked):
     monkeypatch.setitem(sys.modules, "datasets", library)
     assert load_rows(source, "prompt", None) == [{"prompt": "a"}, {"prompt": "b"}]
     assert f"{source}, row 1 has no column 'promp'" in refused(source, prompt="promp")
+
+
+def test_the_datasets_library_itself(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "set").mkdir()
+    rows = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "1+2=", "answer": "3"}]
+    write(tmp_path / "set" / "train.jsonl", *rows)
+    assert load_rows(f"hf:{tmp_path / 'set'}", "prompt", "answer") == rows
+    assert load_rows(f"hf:{tmp_path / 'set'}:train[:1]", "prompt", "answer") == rows[:1]
 
 
 def test_hub_sources_that_cannot_be_loaded(monkeypatch):
