@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -20,6 +20,15 @@ class Section(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=False)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _read_none(cls, data: Any) -> Any:
+        """TOML has no null: the string "none" switches off a setting that may be off."""
+        if not isinstance(data, dict):
+            return data
+        optional = {n for n, field in cls.model_fields.items() if type(None) in get_args(field.annotation)}
+        return {key: None if key in optional and value == "none" else value for key, value in data.items()}
+
 
 class Lora(Section):
     """Low-rank adapters."""
@@ -33,6 +42,7 @@ class Model(Section):
     """The policy, and how it is sharded."""
 
     path: str
+    random_init: bool = False  # draw the weights from train.seed; path needs a config and a tokenizer only
     strategy: StrategyName = "fsdp2"
     replicate: Positive = 1
     param_dtype: DtypeName = "float32"
@@ -63,7 +73,8 @@ class Rollout(Section):
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     batch_size: Positive = 256  # completions decoded at a time on a rank
     offload_policy: bool = False  # move the policy to host memory while completions are made
-    canary_tolerance: Annotated[float, Field(gt=0.0)] = 0.5
+    # How far log-probs of engine and trainer may be apart; None: 0.001 in float32, 0.5 in half precision.
+    canary_tolerance: Annotated[float, Field(gt=0.0)] | None = None
 
 
 class Algorithm(Section):
@@ -102,6 +113,7 @@ class Data(Section):
     evaluation: str | None = None
     prompt_column: str = "prompt"
     answer_column: str | None = "answer"
+    completion_column: str = "completion"  # what sft imitates
     chat: bool = False
     max_prompt_tokens: Positive | None = None
 
@@ -123,6 +135,7 @@ class Optimizer(Section):
     betas: tuple[float, float] = (0.9, 0.95)
     schedule: Literal["constant", "cosine"] = "constant"
     warmup_steps: Annotated[int, Field(ge=0)] = 0
+    final_ratio: Fraction = 0.0  # of lr, where the cosine ends
     max_grad_norm: float | None = 1.0
 
 
@@ -148,6 +161,7 @@ class Output(Section):
     eval_prompts: Positive = 64
     samples_per_step: Annotated[int, Field(ge=0)] = 4
     save_model: bool = True
+    model_dtype: DtypeName | None = None  # of the final model; None: as in the checkpoint it came from
     tensorboard: bool = True
 
 
@@ -156,7 +170,7 @@ class Recipe(Section):
 
     model: Model
     data: Data
-    reward: Rewards
+    reward: Rewards | None = None
     rollout: Rollout = Rollout()
     algorithm: Algorithm = Algorithm()
     optimizer: Optimizer = Optimizer()
@@ -168,26 +182,55 @@ class Recipe(Section):
     @model_validator(mode="after")
     def _fits_together(self) -> Recipe:
         """Combinations that cannot work, refused before anything starts."""
-        name = self.algorithm.name
-        grouped = name in ("grpo", "dr_grpo", "dapo", "rloo", "gspo", "cispo")
-        if grouped and self.rollout.group_size < 2:
-            raise ValueError(
-                f"rollout.group_size=1: {name} compares completions of one prompt and needs at least 2"
-            )
-        if name != "ppo" and self.critic is not None:
-            raise ValueError(f"critic: {name} has no critic; remove the section or use algorithm.name='ppo'")
-        if self.rollout.offload_policy and self.rollout.engine == "sharded":
-            raise ValueError(
-                "rollout.offload_policy: the sharded engine samples from the policy, which must stay"
-            )
-        if (
-            self.algorithm.overlong_from is not None
-            and self.algorithm.overlong_from >= self.rollout.max_new_tokens
-        ):
-            raise ValueError("algorithm.overlong_from must be below rollout.max_new_tokens")
-        if self.train.prompts_per_step % self.algorithm.updates_per_batch:
-            raise ValueError(
-                f"train.prompts_per_step={self.train.prompts_per_step} is not divisible by "
-                f"algorithm.updates_per_batch={self.algorithm.updates_per_batch}"
-            )
+        problem = next(filter(None, (check(self) for check in (_roles, _sampling, _batching))), None)
+        if problem is not None:
+            raise ValueError(problem)
         return self
+
+
+GROUPED = ("grpo", "dr_grpo", "dapo", "rloo", "gspo", "cispo")
+
+
+def _roles(recipe: Recipe) -> str | None:
+    name = recipe.algorithm.name
+    if recipe.reward is None and name != "sft":
+        return f"reward is missing: {name} learns from rewards; name a function in reward.functions"
+    if recipe.critic is not None and name != "ppo":
+        return f"critic: {name} has no critic; remove the section or use algorithm.name='ppo'"
+    if recipe.reference is not None and not recipe.algorithm.kl_coef:
+        return "reference: without algorithm.kl_coef no KL is taken; set it, or remove the section"
+    if recipe.reference is not None and recipe.model.lora is not None:
+        return (
+            "reference: with model.lora the reference is the policy without its adapters; remove the section"
+        )
+    if name == "sft" and (recipe.algorithm.kl_coef or recipe.algorithm.entropy_coef):
+        return "algorithm.kl_coef and algorithm.entropy_coef are for algorithms that sample, not for sft"
+    if name == "sft" and recipe.algorithm.updates_per_batch > 1:
+        return "algorithm.updates_per_batch: sft takes one update a batch; raise train.steps instead"
+    return None
+
+
+def _sampling(recipe: Recipe) -> str | None:
+    rollout, settings = recipe.rollout, recipe.algorithm
+    if settings.name in GROUPED and rollout.group_size < 2:
+        return (
+            f"rollout.group_size=1: {settings.name} compares completions of one prompt and needs at least 2"
+        )
+    if rollout.offload_policy and rollout.engine == "sharded":
+        return "rollout.offload_policy: the sharded engine samples from the policy, which must stay"
+    if settings.overlong_from is not None and settings.overlong_from >= rollout.max_new_tokens:
+        return "algorithm.overlong_from must be below rollout.max_new_tokens"
+    if settings.dynamic_sampling and rollout.group_size < 2:
+        return (
+            "algorithm.dynamic_sampling drops groups of equal rewards: rollout.group_size must be at least 2"
+        )
+    return None
+
+
+def _batching(recipe: Recipe) -> str | None:
+    prompts, updates = recipe.train.prompts_per_step, recipe.algorithm.updates_per_batch
+    if prompts % updates:
+        return f"train.prompts_per_step={prompts} is not divisible by algorithm.updates_per_batch={updates}"
+    if recipe.output.eval_every and recipe.data.evaluation is None:
+        return "output.eval_every needs held-out prompts: set data.evaluation"
+    return None

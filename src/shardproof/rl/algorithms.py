@@ -15,7 +15,7 @@ from shardproof.train.loss import Columns, Loss, Scored
 class Facts:
     """What distinguishes an algorithm from the others."""
 
-    advantages: str  # "normalised" | "centred" | "leave_one_out" | "batch" | "gae"
+    advantages: str  # "normalised" | "centred" | "leave_one_out" | "batch" | "gae" | "none"
     weights: str  # "token_mean" | "sequence_mean" | "constant"
     ratio: str = "clipped"  # "clipped" | "sequence" | "detached"
     clip_high: float | None = None  # None: as clip_low
@@ -31,11 +31,14 @@ ALGORITHMS: dict[str, Facts] = {
     "ppo": Facts("gae", "token_mean"),
     "gspo": Facts("normalised", "sequence_mean", ratio="sequence"),
     "cispo": Facts("normalised", "token_mean", ratio="detached", clip_high=0.28),
+    "sft": Facts("none", "token_mean"),
 }
 
 
 def make_loss(settings: Settings) -> Loss:
     """The policy's loss: the algorithm's surrogate, truncated importance weights, KL and entropy terms."""
+    if settings.name == "sft":
+        return Loss("sft", _cross_entropy, metrics={"loss/policy": "mean"})
     facts = ALGORITHMS[settings.name]
     low = settings.clip_low
     high = settings.clip_high if settings.clip_high is not None else (facts.clip_high or low)
@@ -78,6 +81,11 @@ def make_loss(settings: Settings) -> Loss:
         reductions["entropy/mean"] = "mean"
     columns = ("advantages", "rollout_logps") + (("ref_logps",) if settings.kl_coef else ())
     return Loss(settings.name, function, columns, reductions, want_entropy=bool(settings.entropy_coef))
+
+
+def _cross_entropy(scored: Scored, columns: Columns) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """SFT: -logp of the given tokens."""
+    return -scored.logps, {"loss/policy": -scored.logps.detach()}
 
 
 def _clipped(

@@ -7,7 +7,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +29,16 @@ class Prompt:
     row: Row
     text: str
     tokens: tuple[int, ...]
+    completion: tuple[int, ...] = ()  # the tokens to imitate; empty where completions are sampled
 
 
-def load_rows(source: str, prompt_column: str, answer_column: str | None) -> list[Row]:
+def load_rows(
+    source: str, prompt_column: str, answer_column: str | None, completion_column: str | None = None
+) -> list[Row]:
     """Every row of `source`: a .jsonl, .json (an object a line) or .parquet file, or `hf:name[:config][:split]`.
 
     A row's answer stands under "answer" whatever its column is called, because that is where rewards look for it.
+    A completion is wanted, as text that is not empty, if its column is named.
     """
     rows = []
     for place, row in _read(source):
@@ -43,6 +47,11 @@ def load_rows(source: str, prompt_column: str, answer_column: str | None) -> lis
         if answer_column is not None:
             _require_column(place, row, answer_column, "data.answer_column")
             row["answer"] = row[answer_column]
+        if completion_column is not None:
+            _require_column(place, row, completion_column, "data.completion_column")
+            if not isinstance(row[completion_column], str) or not row[completion_column]:
+                found = type(row[completion_column]).__name__ if row[completion_column] else "nothing"
+                raise _unusable(f"{place}: column {completion_column!r} holds {found}; expected a string.")
         rows.append(row)
     if not rows:
         raise _unusable(f"{source} holds no rows.")
@@ -218,6 +227,15 @@ def encode_prompts(
             raise _unusable(f"row {number}: the prompt is empty.")
     _require_lengths(texts, tokens, max_prompt_tokens)
     return [Prompt(*parts) for parts in zip(rows, texts, tokens)]
+
+
+def encode_completions(prompts: list[Prompt], tokenizer: Any, completion_column: str) -> list[Prompt]:
+    """The prompts with the tokens of their completions, each closed by the tokenizer's end of sequence."""
+    texts = [prompt.row[completion_column] for prompt in prompts]
+    # What begins a sequence stands before the prompt already.
+    found = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    end = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
+    return [replace(prompt, completion=(*ids, *end)) for prompt, ids in zip(prompts, found)]
 
 
 def _render(prompt: str | list[dict[str, Any]], tokenizer: Any, number: int) -> str:

@@ -21,6 +21,7 @@ from shardproof.train.batching import Batch
 from shardproof.train.score import logprobs, values
 
 _MAX_ROUNDS = 4  # of sampling, when groups without a signal are dropped
+_MAX_ERRORS = 3  # of rewards that a rank reports in a step
 
 
 @dataclass
@@ -33,6 +34,7 @@ class Group:
     texts: list[str]
     rewards: list[float]
     parts: list[dict[str, float]]
+    errors: list[str]  # of rewards that failed on some of them, and were taken as zero
 
 
 @dataclass
@@ -42,31 +44,34 @@ class Experience:
     groups: list[Group]
     batch: Batch
     metrics: dict[str, float] = field(default_factory=dict)
+    errors: list[str] = field(default_factory=list)  # of rewards, the first few of every rank
 
 
 def collect(run: Run, step: int) -> Experience:
     """Sample, score and weigh one step's prompts. Collective: every rank."""
-    groups: list[Group] = []
     facts = ALGORITHMS[run.recipe.algorithm.name]
     drop = facts.dynamic_sampling or run.recipe.algorithm.dynamic_sampling
     wanted = run.recipe.train.prompts_per_step
-    num_seen = num_kept = 0
-    for round_number in range(_MAX_ROUNDS if drop else 1):
-        first = round_number * wanted
+    seen: list[Group] = []
+    num_seen, kept = 0, set[int]()
+    for _ in range(_MAX_ROUNDS if drop else 1):
         indices = run.stream.take(wanted)
-        mine = [(first + i, run.prompts[row]) for i, row in enumerate(indices)][
-            run.data_rank :: run.data_size
-        ]
+        mine = [(num_seen + i, run.prompts[row]) for i, row in enumerate(indices)]
+        mine = mine[run.data_rank :: run.data_size]
         fresh = sample_groups(run, mine, step, run.recipe.rollout.group_size, run.sampling)
-        kept = [group for group in fresh if not drop or len(set(group.rewards)) > 1]
-        groups += kept
+        seen += fresh
         num_seen += wanted
-        num_kept += sum(exchange(len(kept))) // run.policy.model.sequence_parallel
-        if num_kept >= wanted:
+        useful = [group.index for group in fresh if not drop or len(set(group.rewards)) > 1]
+        kept.update(index for row in exchange(useful) for index in row)
+        if len(kept) >= wanted:
             break
-    experience = Experience(groups, _batch(run, groups), _reward_metrics(run, groups))
-    experience.metrics["prompts/kept"] = num_kept / num_seen
-    return experience
+    # The last round may give more than a batch: which groups stay must not depend on the number of ranks.
+    chosen = set(sorted(kept)[:wanted])
+    groups = [group for group in seen if group.index in chosen]
+    metrics = _reward_metrics(run, seen)
+    metrics["prompts/kept"] = len(kept) / num_seen
+    errors = exchange([error for group in seen for error in group.errors][:_MAX_ERRORS])
+    return Experience(groups, _batch(run, groups), metrics, sorted({e for row in errors for e in row}))
 
 
 def sample_groups(
@@ -81,6 +86,7 @@ def sample_groups(
     texts = [_text(run, completion) for completion in completions]
     samples = [(mine[k // size][1].text, text, mine[k // size][1].row) for k, text in enumerate(texts)]
     with together("reward"):
+        assert run.rewards is not None, "nothing scores these completions"
         scored = run.rewards.score(samples)
     penalties = [_overlong(run, completion) for completion in completions]
     groups = []
@@ -88,7 +94,8 @@ def sample_groups(
         part = slice(k * size, (k + 1) * size)
         rewards = [s.total + penalty for s, penalty in zip(scored[part], penalties[part], strict=True)]
         parts = [dict(s.parts) for s in scored[part]]
-        groups.append(Group(index, prompt, completions[part], texts[part], rewards, parts))
+        errors = [error for s in scored[part] for error in s.errors]
+        groups.append(Group(index, prompt, completions[part], texts[part], rewards, parts, errors))
     return groups
 
 
@@ -239,6 +246,7 @@ def _reward_metrics(run: Run, groups: Sequence[Group]) -> dict[str, float]:
         "finished": [c.finished for group in groups for c in group.completions],
         "spread": [statistics.pstdev(group.rewards) for group in groups],
         "parts": [part for group in groups for part in group.parts],
+        "errors": [float(len(group.errors)) for group in groups],
     }
     rows = exchange(mine)[:: run.policy.model.sequence_parallel]
     merged = {key: [value for row in rows for value in row[key]] for key in mine}
@@ -248,8 +256,9 @@ def _reward_metrics(run: Run, groups: Sequence[Group]) -> dict[str, float]:
         "reward/group_std": _mean(merged["spread"]),
         "completion/length": _mean(merged["lengths"]),
         "completion/finished": _mean(merged["finished"]),
+        "reward/errors": sum(merged["errors"]),
     }
-    for name in {name for part in merged["parts"] for name in part}:
+    for name in sorted({name for part in merged["parts"] for name in part}):
         metrics[f"reward/{name}"] = _mean([part.get(name, 0.0) for part in merged["parts"]])
     return metrics
 

@@ -21,13 +21,17 @@ class Logger(Protocol):
 
 
 class JsonLines:
-    """`metrics.jsonl`: one line a step. Lines of steps that a resumed run takes again are dropped."""
+    """`metrics.jsonl`: one line a step. Lines of steps that a resumed run takes again are dropped.
+
+    `time` is the seconds that the run has taken so far, over all of its parts.
+    """
 
     def __init__(self, folder: Path, first_step: int):
         self._path = folder / METRICS_NAME
-        self._start = time.time()
         for name in (METRICS_NAME, SAMPLES_NAME, EVENTS_NAME):
             _drop_from(folder / name, first_step)
+        lines = self._path.read_text().splitlines() if self._path.exists() else []
+        self._start = time.time() - (float(json.loads(lines[-1])["time"]) if lines else 0.0)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}

@@ -11,25 +11,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardproof.config.load import to_json
 from shardproof.config.schema import Recipe
 from shardproof.dist.collectives import exchange, together
+from shardproof.dist.launch import init_distributed
 from shardproof.errors import fail
-from shardproof.export.pretrained import save_pretrained
-from shardproof.export.state import list_checkpoints, resume, save_checkpoint
 from shardproof.export.stream import WeightStream
 from shardproof.rl.algorithms import ALGORITHMS, make_loss
 from shardproof.rl.experience import Experience, collect, sample_groups
-from shardproof.rl.loggers import (
-    EVENTS_NAME,
-    SAMPLES_NAME,
-    JsonLines,
-    Logger,
-    Progress,
-    TensorBoard,
-    append_line,
-)
-from shardproof.rl.report import write_report
+from shardproof.rl.folder import claim_folder, go_on, note, report, save, save_model, write_samples
+from shardproof.rl.imitation import demonstrate, held_out_loss
+from shardproof.rl.loggers import JsonLines, Logger, Progress, TensorBoard
 from shardproof.rl.setup import Run, set_up
 from shardproof.rollout.engine import Request, Sampling
 from shardproof.train.batching import Batch, weigh
@@ -37,10 +28,8 @@ from shardproof.train.loss import value
 from shardproof.train.score import logprobs
 from shardproof.train.step import StepResult, train_step
 
-CONFIG_NAME = "config.json"
 _CANARY_TOKENS = 8
-# Settings that may change between the parts of one run.
-_MAY_CHANGE = {("train", "steps"), ("train", "ranks"), ("output", "save_every"), ("output", "keep")}
+_CANARY_TOLERANCE, _CANARY_TOLERANCE_HALF = 1e-3, 0.5
 
 
 def train(recipe: Recipe, loggers: Sequence[Logger] = ()) -> dict[str, float]:
@@ -48,41 +37,53 @@ def train(recipe: Recipe, loggers: Sequence[Logger] = ()) -> dict[str, float]:
 
     Collective: every rank.
     """
-    run = set_up(recipe)
     folder = Path(recipe.output.folder)
+    init_distributed()
     with together("output"):
-        _claim_folder(folder, recipe)
-    step = _resume(run, folder)
-    outputs = [*loggers, *_make_loggers(recipe, folder, step)] if dist.get_rank() == 0 else []
-    _note(folder, step, "receipt", str(run.policy.model.receipt))
-    sync(run, step, folder)
-    stop = _StopFlag()
-    metrics: dict[str, float] = {}
+        claim_folder(folder, recipe)
+    with _StopFlag() as stop:
+        run = set_up(recipe)
+        try:
+            return _train(run, folder, stop, loggers)
+        finally:
+            if run.rewards is not None:
+                run.rewards.close()
+
+
+def _train(run: Run, folder: Path, stop: _StopFlag, loggers: Sequence[Logger]) -> dict[str, float]:
+    output = run.recipe.output
+    step = saved = go_on(run, folder)
+    outputs = [*loggers, *_make_loggers(run.recipe, folder, step)] if dist.get_rank() == 0 else []
+    note(folder, step, "receipt", str(run.policy.model.receipt))
+    metrics = sync(run, step, folder)
+    stopping = False
     try:
-        while step < recipe.train.steps:
+        while step < run.recipe.train.steps and not stopping:
             metrics = one_step(run, step, folder)
             step += 1
-            if recipe.output.eval_every and step % recipe.output.eval_every == 0:
+            if output.eval_every and step % output.eval_every == 0:
                 metrics |= evaluate(run, step)
-            for output in outputs:
-                output.log(step, metrics)
+            for each in outputs:
+                each.log(step, metrics)
             stopping = any(exchange(stop.set))
-            if stopping or (recipe.output.save_every and step % recipe.output.save_every == 0):
-                _save(run, folder, step)
-            if stopping:
-                break
+            if stopping or (output.save_every and step % output.save_every == 0):
+                save(run, folder, step)
+                saved = step
     finally:
-        run.rewards.close()
-        for output in outputs:
-            output.close()
-    _finish(run, folder, step)
+        for each in outputs:
+            each.close()
+    if not stopping and output.save_model:
+        if saved < step:
+            save(run, folder, step)
+        save_model(run, folder, step)
+    report(folder)
     return metrics
 
 
 def one_step(run: Run, step: int, folder: Path) -> dict[str, float]:
     """One batch of experience and the updates from it. Collective: every rank."""
     started = time.perf_counter()
-    experience = collect(run, step)
+    experience = demonstrate(run) if run.imitates else collect(run, step)
     generated = time.perf_counter()
     results = update(run, experience)
     updated = time.perf_counter()
@@ -98,8 +99,10 @@ def one_step(run: Run, step: int, folder: Path) -> dict[str, float]:
     }
     for result in results:
         if not result.stepped:
-            _note(folder, step + 1, "skip", f"{result.reason}: rank {result.rank}, {result.tensor}")
-    _write_samples(run, experience, folder, step + 1)
+            note(folder, step + 1, "skip", f"{result.reason}: rank {result.rank}, {result.tensor}")
+    for error in experience.errors:
+        note(folder, step + 1, "reward", error)
+    write_samples(run, experience, folder, step + 1)
     return metrics
 
 
@@ -148,6 +151,8 @@ def update(run: Run, experience: Experience) -> list[StepResult]:
 def _mini_batches(run: Run, experience: Experience) -> list[Batch]:
     """The batch split by prompts, in a way that does not depend on the number of ranks."""
     num = run.recipe.algorithm.updates_per_batch
+    if num == 1:
+        return [experience.batch]
     size = run.recipe.rollout.group_size
     parts = []
     for part in range(num):
@@ -163,12 +168,18 @@ def sync(run: Run, step: int, folder: Path) -> dict[str, float]:
     """
     started = time.perf_counter()
     policy = run.policy.model
+    if run.imitates:
+        return {"version": float(policy.version)}
     receipt = run.engine.load_weights(WeightStream(policy, policy.settings.compute_dtype))
     for finding in receipt.findings:
-        _note(folder, step, "finding", str(finding))
+        note(folder, step, "finding", str(finding))
     synced = time.perf_counter()
     gap = canary(run)
     tolerance = run.recipe.rollout.canary_tolerance
+    if tolerance is None:
+        tolerance = (
+            _CANARY_TOLERANCE if policy.settings.compute_dtype == torch.float32 else _CANARY_TOLERANCE_HALF
+        )
     if gap > tolerance:
         message = f"their log-probs of the canary differ by {gap:.3g}, allowed is {tolerance:g}."
         raise fail("R503", "sync", f"after version {policy.version} {message}")
@@ -181,7 +192,7 @@ def canary(run: Run) -> float:
     Collective: every rank.
     """
     prompt = run.prompts[0].tokens
-    sampling = Sampling(_CANARY_TOKENS, run.sampling.temperature)
+    sampling = Sampling(min(_CANARY_TOKENS, run.sampling.max_new_tokens), run.sampling.temperature)
     (completion,) = run.engine.generate([Request(prompt, seed=run.recipe.train.seed)], sampling)
     (trained,) = logprobs(run.policy.model, [[*prompt, *completion.tokens]], run.sampling.temperature)
     gap = (trained.cpu()[len(prompt) - 1 :] - torch.tensor(completion.logprobs)).abs().max()
@@ -189,10 +200,14 @@ def canary(run: Run) -> float:
 
 
 def evaluate(run: Run, step: int) -> dict[str, float]:
-    """Mean reward and pass@k on held-out prompts, greedy or sampled. Collective: every rank."""
+    """Mean reward and pass@k on held-out prompts, greedy or sampled; for SFT also its loss there.
+
+    Collective: every rank.
+    """
     samples = run.recipe.output.eval_samples
-    if not run.eval_prompts:
-        return {}
+    found = held_out_loss(run) if run.imitates else {}
+    if run.rewards is None:
+        return found
     temperature = 0.0 if samples == 1 else run.sampling.temperature
     sampling = Sampling(run.sampling.max_new_tokens, temperature, run.sampling.top_p, run.sampling.stop_ids)
     mine = list(enumerate(run.eval_prompts))[run.data_rank :: run.data_size]
@@ -201,7 +216,7 @@ def evaluate(run: Run, step: int) -> dict[str, float]:
     rows = exchange([group.rewards for group in groups])[:: run.policy.model.sequence_parallel]
     rewards = [group for row in rows for group in row]
     flat = [reward for group in rewards for reward in group]
-    return {
+    return found | {
         "eval/reward": sum(flat) / len(flat),
         f"eval/pass@{samples}": sum(max(group) >= 1.0 for group in rewards) / len(rewards),
     }
@@ -226,100 +241,21 @@ def _make_loggers(recipe: Recipe, folder: Path, step: int) -> list[Logger]:
     return [*loggers, TensorBoard(folder)] if recipe.output.tensorboard else loggers
 
 
-def _claim_folder(folder: Path, recipe: Recipe) -> None:
-    """Make the run's folder, or check that it is this recipe's. Only rank 0 writes."""
-    import json
-
-    path = folder / CONFIG_NAME
-    if path.exists():
-        before, now = json.loads(path.read_text()), json.loads(to_json(recipe))
-        odd = [
-            f"{section}.{key}"
-            for section in now
-            for key in (now[section] if isinstance(now[section], dict) else [])
-            if (section, key) not in _MAY_CHANGE and (before.get(section) or {}).get(key) != now[section][key]
-        ]
-        if odd:
-            raise fail("C006", "output", f"{folder} was begun with other settings: {', '.join(odd)}.")
-    elif dist.get_rank() == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-        path.write_text(to_json(recipe))
-
-
-def _resume(run: Run, folder: Path) -> int:
-    """Go on from the last checkpoint, if there is one; returns the number of steps taken. Collective: every rank."""
-    checkpoints = folder / "checkpoints"
-    found = list_checkpoints(checkpoints) if checkpoints.is_dir() else []
-    if not any(exchange(bool(found))):
-        return 0
-    extra = resume(checkpoints, run.policy.model, run.policy.optimizer, run.policy.scheduler)
-    if run.critic is not None:
-        resume(
-            folder / "critic",
-            run.critic.model,
-            run.critic.optimizer,
-            run.critic.scheduler,
-            f"step-{extra['step']:08d}",
-        )
-    run.stream.position = extra["position"]
-    return int(extra["step"])
-
-
-def _save(run: Run, folder: Path, step: int) -> None:
-    """Checkpoint everything. The policy's is written last: it is the one that says a step is complete."""
-    keep = run.recipe.output.keep
-    if run.critic is not None:
-        critic = run.critic
-        save_checkpoint(
-            folder / "critic", critic.model, critic.optimizer, critic.scheduler, step=step, keep=keep + 1
-        )
-    extra = {"step": step, "position": run.stream.position}
-    policy = run.policy
-    save_checkpoint(
-        folder / "checkpoints", policy.model, policy.optimizer, policy.scheduler, extra, step=step, keep=keep
-    )
-
-
-def _finish(run: Run, folder: Path, step: int) -> None:
-    if step >= run.recipe.train.steps and run.recipe.output.save_model:
-        _save(run, folder, step)
-        receipt = save_pretrained(run.policy.model, folder / "model")
-        _note(folder, step, "receipt", str(receipt))
-    if dist.get_rank() == 0:
-        write_report(folder)
-
-
-def _write_samples(run: Run, experience: Experience, folder: Path, step: int) -> None:
-    if dist.get_rank() != 0:
-        return
-    shown = 0
-    for group in experience.groups:
-        for text, reward, parts in zip(group.texts, group.rewards, group.parts, strict=True):
-            if shown >= run.recipe.output.samples_per_step:
-                return
-            shown += 1
-            line = {
-                "step": step,
-                "prompt": group.prompt.text,
-                "completion": text,
-                "reward": reward,
-                "rewards": parts,
-            }
-            append_line(folder / SAMPLES_NAME, line)
-
-
-def _note(folder: Path, step: int, kind: str, text: str) -> None:
-    if dist.get_rank() == 0:
-        append_line(folder / EVENTS_NAME, {"step": step, "kind": kind, "text": text})
-
-
 class _StopFlag:
-    """Set by SIGTERM or SIGINT; the loop then saves and stops at the end of its step."""
+    """Inside the block SIGTERM and SIGINT set a flag; the loop then saves and stops at the end of its step."""
 
     def __init__(self) -> None:
         self.set = False
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> _StopFlag:
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._raise_flag)
+            self._before[number] = signal.signal(number, self._raise_flag)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
 
     def _raise_flag(self, *_: Any) -> None:
         self.set = True

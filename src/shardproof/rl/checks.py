@@ -1,0 +1,145 @@
+"""What can be known about a run before any rank starts: its data, rewards, model files and folder."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer, PretrainedConfig
+
+from shardproof.checkpoint.source import find_folder, read_config, resolve_folder
+from shardproof.config.load import to_json
+from shardproof.config.schema import Model, Recipe
+from shardproof.errors import fail
+from shardproof.model.families import check_sequence_parallel, max_positions
+from shardproof.model.inventory import take_inventory
+from shardproof.model.roles import POLICY
+from shardproof.model.skeleton import build_skeleton
+from shardproof.rl.data import Prompt, encode_completions, encode_prompts, load_rows
+from shardproof.rl.rewards import find_reward
+from shardproof.shard.plan import plan_shards
+
+CONFIG_NAME = "config.json"
+# Settings that may change between the parts of one run.
+_MAY_CHANGE = {("train", "steps"), ("train", "ranks"), ("output", "save_every"), ("output", "keep")}
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a run reads besides weights."""
+
+    tokenizer: Any
+    config: PretrainedConfig
+    prompts: list[Prompt]
+    held_out: list[Prompt]
+
+
+def check_inputs(recipe: Recipe) -> Inputs:
+    """The run's tokenizer, config and prompts; raises if they or the rewards do not fit together."""
+    folder = _model_folder(recipe.model.path)
+    config = read_config(folder, recipe.model.trust_remote_code)
+    tokenizer = _load_tokenizer(folder, recipe.model.trust_remote_code)
+    for spec in recipe.reward.functions if recipe.reward is not None else []:
+        find_reward(spec.name)
+    prompts = _read_prompts(recipe, recipe.data.train, tokenizer)
+    evaluation = recipe.data.evaluation
+    held_out = _read_prompts(recipe, evaluation, tokenizer) if evaluation is not None else []
+    _require_room(recipe, [*prompts, *held_out], max_positions(config))
+    return Inputs(tokenizer, config, prompts, held_out)
+
+
+def check_model(recipe: Recipe, config: PretrainedConfig, num_ranks: int) -> None:
+    """Raise if the checkpoint does not hold what the model needs, or the model cannot be split over the ranks."""
+    model = recipe.model
+    if num_ranks % model.replicate:
+        raise fail("C002", "mesh", f"replicate={model.replicate} does not divide the {num_ranks} ranks.")
+    check_sequence_parallel(config, model.sequence_parallel, num_ranks // model.replicate)
+    if not model.random_init:
+        folder = _model_folder(model.path)
+        resolved = resolve_folder(model.path, folder, model.trust_remote_code)
+        skeleton = build_skeleton(
+            resolved.config,
+            role=POLICY,
+            lora=make_lora(model),
+            trust_remote_code=model.trust_remote_code,
+        )
+        plan_shards(skeleton, take_inventory(skeleton.model), resolved.checkpoint, resolved.seed)
+
+
+def make_lora(model: Model) -> Any:
+    """The adapters that a recipe asks for, as peft describes them; None if it asks for none."""
+    if model.lora is None:
+        return None
+    from peft import LoraConfig
+
+    return LoraConfig(r=model.lora.r, lora_alpha=model.lora.alpha, target_modules=model.lora.target_modules)
+
+
+def check_folder(recipe: Recipe) -> None:
+    """Raise if the run's folder was begun by another recipe."""
+    folder = Path(recipe.output.folder)
+    if folder.exists() and not folder.is_dir():
+        raise fail("C006", "output", f"{folder} is a file.", fix="use another output.folder")
+    path = folder / CONFIG_NAME
+    if not path.exists():
+        return
+    try:
+        before = json.loads(path.read_text())
+    except ValueError as error:
+        raise fail("C006", "output", f"{path} is not a run's settings: {error}.") from error
+    odd = changed_settings(before, json.loads(to_json(recipe)))
+    if odd:
+        raise fail("C006", "output", f"{folder} was begun with other settings: {', '.join(odd)}.")
+
+
+def changed_settings(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Keys that differ between two resolved recipes and may not, dotted."""
+    odd = []
+    for section in dict.fromkeys([*before, *now]):
+        old, new = before.get(section) or {}, now.get(section) or {}
+        odd += [
+            f"{section}.{key}"
+            for key in dict.fromkeys([*old, *new])
+            if (section, key) not in _MAY_CHANGE and old.get(key) != new.get(key)
+        ]
+    return odd
+
+
+def _model_folder(path: str) -> Path:
+    folder = find_folder(path, None)
+    if folder is None:
+        raise fail("L101", "source", f"{path!r} is not a folder, nor in the hub or its cache.")
+    return folder
+
+
+def _load_tokenizer(folder: Path, trust_remote_code: bool) -> Any:
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except Exception as error:  # tokenizers raise types of their own for files that are missing or wrong
+        reason = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
+        message = f"the tokenizer of {folder} cannot be loaded: {reason}"
+        raise fail("C005", "data", message, fix="put the model's tokenizer files into its folder") from error
+
+
+def _read_prompts(recipe: Recipe, source: str, tokenizer: Any) -> list[Prompt]:
+    data, imitate = recipe.data, recipe.algorithm.name == "sft"
+    # Imitation needs no answer, unless held-out completions are scored.
+    answer = data.answer_column if recipe.reward is not None else None
+    rows = load_rows(source, data.prompt_column, answer, data.completion_column if imitate else None)
+    prompts = encode_prompts(rows, tokenizer, data.prompt_column, data.chat, data.max_prompt_tokens)
+    return encode_completions(prompts, tokenizer, data.completion_column) if imitate else prompts
+
+
+def _require_room(recipe: Recipe, prompts: list[Prompt], limit: int | None) -> None:
+    """Raise if some prompt and what follows it are longer than the model's context."""
+    if limit is None:
+        return
+    sampled = recipe.rollout.max_new_tokens if recipe.reward is not None else 0
+    longest = max(prompts, key=lambda prompt: len(prompt.tokens) + max(len(prompt.completion), sampled))
+    num, following = len(longest.tokens), max(len(longest.completion), sampled)
+    if num + following > limit:
+        what = f"rollout.max_new_tokens={sampled}" if following == sampled else f"a completion of {following}"
+        message = f"a prompt of {num} tokens with {what} does not fit the model's {limit} positions: {longest.text[:60]!r}."
+        raise fail("C005", "data", message, fix="leave long rows out, or lower rollout.max_new_tokens")
