@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from typing import Annotated
@@ -10,9 +11,14 @@ import typer
 
 from shardproof.config.load import from_json, load_recipe, to_json
 from shardproof.config.schema import Recipe
-from shardproof.errors import ShardproofError
+from shardproof.doctor.commands import CountingCommand, doctor
+from shardproof.errors import ConfigError, ShardproofError
+
+_EXPLAINED = (2, 3)  # exit codes of ranks that print their findings
+_PATIENCE_S = 600  # for the step and the checkpoint that ranks finish after a signal
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+app.command(cls=CountingCommand)(doctor)
 
 
 @app.callback()
@@ -34,26 +40,33 @@ def train(
     try:
         checked = load_recipe(recipe, overrides or [])
         if dry_run:
-            _dry_run(checked)
+            _dry_run(checked, nnodes)
         elif "RANK" in os.environ:  # started by torchrun
             run_rank(to_json(checked))
         else:
             _launch(checked, nnodes, rdzv_endpoint, rdzv_id, max_restarts)
     except ShardproofError as error:
         print(error, file=sys.stderr)
-        raise SystemExit(2) from None
+        raise SystemExit(exit_code_of(error)) from None
 
 
-def _dry_run(recipe: Recipe) -> None:
-    """Print the resolved recipe and check its data, rewards and model files."""
-    from shardproof.rl.setup import check_data
+def exit_code_of(error: ShardproofError) -> int:
+    """2 for a recipe or data that cannot be used, 3 for a run that a finding stopped."""
+    unusable, stopped = _EXPLAINED
+    return unusable if isinstance(error, ConfigError) else stopped
+
+
+def _dry_run(recipe: Recipe, nnodes: str) -> None:
+    """Print the resolved recipe; check its folder, data, rewards, checkpoint and layout. Nothing is written."""
+    from shardproof.rl.checks import check_folder, check_inputs, check_model
 
     print(to_json(recipe))
-    _, prompts, held_out = check_data(recipe)
-    print(
-        f"{len(prompts)} prompts, {len(held_out)} held out; {_num_ranks(recipe)} ranks on this node",
-        file=sys.stderr,
-    )
+    check_folder(recipe)
+    inputs = check_inputs(recipe)
+    num_nodes, num_ranks = int(nnodes.partition(":")[0]), _num_ranks(recipe)
+    check_model(recipe, inputs.config, num_nodes * num_ranks)
+    found = f"{len(inputs.prompts)} prompts, {len(inputs.held_out)} held out"
+    print(f"{found}; {num_nodes} x {num_ranks} ranks; nothing is wrong", file=sys.stderr)
 
 
 def _num_ranks(recipe: Recipe) -> int:
@@ -63,28 +76,35 @@ def _num_ranks(recipe: Recipe) -> int:
 
 
 def _launch(recipe: Recipe, nnodes: str, endpoint: str, run_id: str, max_restarts: int) -> None:
-    """Start the ranks through torch's elastic agent, which also rendezvouses nodes and restarts."""
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    """Start this node's ranks. Signals reach them through the agent, which waits until they have saved."""
+    from torch.distributed.elastic.multiprocessing import SignalException
 
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    low, _, high = nnodes.partition(":")
-    config = LaunchConfig(
-        min_nodes=int(low),
-        max_nodes=int(high or low),
-        nproc_per_node=_num_ranks(recipe),
-        run_id=run_id,
-        rdzv_backend="c10d",
-        rdzv_endpoint=endpoint,
-        max_restarts=max_restarts,
-    )
+    from shardproof.dist.launch import RankFailed, start_ranks
+
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(_PATIENCE_S))
+    logging.getLogger("torch.distributed.elastic.multiprocessing.api").addFilter(_said_enough)
     try:
-        elastic_launch(config, run_rank)(to_json(recipe))
-    except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        message = f"rank {rank} failed with exit code {failure.exitcode}: {failure.message}"
-        print(message, file=sys.stderr)
-        raise SystemExit(failure.exitcode if failure.exitcode > 0 else 1) from None
+        start_ranks(
+            run_rank,
+            to_json(recipe),
+            num_ranks=_num_ranks(recipe),
+            nnodes=nnodes,
+            rdzv_endpoint=endpoint,
+            rdzv_id=run_id,
+            max_restarts=max_restarts,
+        )
+    except SignalException as error:
+        print("stopped by a signal; the same command goes on", file=sys.stderr)
+        raise SystemExit(128 + error.sigval) from None
+    except RankFailed as error:
+        if error.exit_code not in _EXPLAINED:
+            print(f"rank {error.rank} failed with {error}", file=sys.stderr)
+        raise SystemExit(error.exit_code if error.exit_code > 0 else 1) from None
+
+
+def _said_enough(record: logging.LogRecord) -> bool:
+    """False for the agent's report of a rank that has said itself what was wrong."""
+    return not any(f"(exitcode: {code})" in record.getMessage() for code in _EXPLAINED)
 
 
 def run_rank(recipe_json: str) -> dict[str, float]:
@@ -98,7 +118,7 @@ def run_rank(recipe_json: str) -> dict[str, float]:
     except ShardproofError as error:
         if not dist.is_initialized() or dist.get_rank() == 0:
             print(error, file=sys.stderr)
-        raise SystemExit(2) from None
+        raise SystemExit(exit_code_of(error)) from None
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

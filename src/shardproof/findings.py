@@ -47,6 +47,7 @@ CODES: dict[str, tuple[str, str]] = {
     "T301": ("a log-prob or value is not finite", "attest the model and look at the named sequence"),
     "T302": ("steps keep being skipped", "look at the named tensor; lower the learning rate or repair the data"),
     "T303": ("attention is asked for something that the packed path does not have", "load the model with sequence_parallel=1"),
+    "T304": ("scores differ from a single process", "attest the model; compare layouts with doctor --matrix"),
     "T306": ("ranks report different metrics", "return the same metrics from the loss on every rank"),
     "T308": ("a rank was lost or late", "look at that rank's own log; raise deadline_s if it was only slow"),
     "E401": ("a parameter is not where it was put", "do not move a module whose parameters FSDP offloads"),

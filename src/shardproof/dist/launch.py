@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import datetime
 import os
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -48,3 +50,45 @@ def default_device() -> torch.device:
 def local_rank() -> int:
     """This rank's number on its own node."""
     return int(os.environ.get("LOCAL_RANK", dist.get_rank() if dist.is_initialized() else 0))
+
+
+class RankFailed(Exception):
+    """A rank that `start_ranks` started ended with an error or died."""
+
+    def __init__(self, rank: int, exit_code: int, message: str):
+        self.rank, self.exit_code = rank, exit_code
+        super().__init__(f"exit code {exit_code}: {message}")
+
+
+def start_ranks(
+    function: Callable[..., Any],
+    *args: Any,
+    num_ranks: int,
+    nnodes: str = "1",
+    rdzv_endpoint: str = "localhost:0",
+    rdzv_id: str = "shardproof",
+    max_restarts: int = 0,
+) -> dict[int, Any]:
+    """What `function` returns on each rank of this node, started through torch's elastic agent.
+
+    The agent also rendezvouses nodes and restarts. Raises `RankFailed` with the first rank that failed.
+    """
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    low, _, high = nnodes.partition(":")
+    config = LaunchConfig(
+        min_nodes=int(low),
+        max_nodes=int(high or low),
+        nproc_per_node=num_ranks,
+        run_id=rdzv_id,
+        rdzv_backend="c10d",
+        rdzv_endpoint=rdzv_endpoint,
+        max_restarts=max_restarts,
+    )
+    try:
+        return elastic_launch(config, function)(*args)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        raise RankFailed(rank, failure.exitcode, str(failure.message)) from None

@@ -327,13 +327,14 @@ def _find_scoring(policy: ShardedModel) -> Scoring:
         truth = _probe(policy, probe, own)
         assert isinstance(truth, torch.Tensor)
         tolerance = 1e-3 if policy.settings.compute_dtype == torch.float32 else 0.2
+        # A truth that is not finite on some rank is reported where the user's own tokens are scored. Under sequence
+        # parallelism it spoils what the others compute too, which would look like a way of scoring that differs.
+        finite = all(exchange(bool(torch.isfinite(truth).all())))
         problems = []
         for candidate in candidates:
             found = _probe(policy, probe, candidate)
             error = float((found - truth).abs().max()) if isinstance(found, torch.Tensor) else float("inf")
-            # A truth that is not finite is reported where the user's own tokens are scored.
-            fits = error <= tolerance or not bool(torch.isfinite(truth).all())
-            if all(exchange(fits)):
+            if all(exchange(error <= tolerance or not finite)):
                 return candidate
             problems.append(found if isinstance(found, str) else f"it differs by {error:.3g}")
     if policy.sequence_parallel > 1:

@@ -1,0 +1,134 @@
+"""The doctor's report on a terminal and as JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from shardproof.doctor.results import Buffer, Examination, Report
+
+MAX_BUFFERS, MAX_RANKS = 6, 8  # more than these are shown by the first and the last ones
+
+
+def print_report(report: Report, console: Console | None = None) -> None:
+    """Facts, stages and buffers of each layout, then every finding with its fix."""
+    console = console or Console(width=None if Console().is_terminal else 140)
+    console.print(f"[bold]shardproof doctor[/] {escape(report.label)}")
+    console.print(escape(", ".join(f"{name} {value}" for name, value in report.facts.items())), style="dim")
+    for examination in report.examinations:
+        console.print()
+        console.print(stage_table(examination))
+        if examination.refused is not None:
+            console.print(f"refused by name: {escape(str(examination.refused))}", style="yellow")
+        if examination.buffers:
+            console.print(buffer_table(examination.buffers))
+    print_findings(report, console)
+
+
+def print_matrix(report: Report, console: Console | None = None) -> None:
+    """One line a layout: safe, refused by name, or what was found."""
+    console = console or Console(width=None if Console().is_terminal else 140)
+    table = Table(title=f"layouts of {escape(report.label)}", title_justify="left")
+    for head in ("layout", "verdict", "seconds", "peak MiB", "why"):
+        table.add_column(head, justify="right" if head in ("seconds", "peak MiB") else "left")
+    for row in report.examinations:
+        verdict, colour = verdict_of(row)
+        seconds = sum(stage.seconds for stage in row.stages)
+        peak = max((stage.peak_bytes for stage in row.stages), default=0)
+        why = (
+            row.refused.message if row.refused is not None else "; ".join(f.message for f in row.findings[:2])
+        )
+        table.add_row(
+            escape(row.layout),
+            f"[{colour}]{verdict}[/]",
+            f"{seconds:.1f}",
+            f"{peak / 2**20:.0f}",
+            escape(why),
+        )
+    console.print(table)
+    print_findings(report, console)
+
+
+def verdict_of(examination: Examination) -> tuple[str, str]:
+    """(word, colour) for one layout."""
+    if examination.findings:
+        return ", ".join(dict.fromkeys(finding.code for finding in examination.findings)), "red"
+    return (f"refused ({examination.refused.code})", "yellow") if examination.refused else ("safe", "green")
+
+
+def print_findings(report: Report, console: Console) -> None:
+    console.print()
+    for examination in report.examinations:
+        for finding in examination.findings:
+            console.print(f"[red]{escape(str(finding))}[/]\n[dim]  in {escape(examination.layout)}[/]")
+    count = report.num_findings
+    colour = "red" if count else "green"
+    console.print(f"[{colour}]{count} findings[/] in {report.seconds:.1f} s")
+
+
+def stage_table(examination: Examination) -> Table:
+    table = Table(title=escape(examination.layout), title_justify="left")
+    for head in ("stage", "seconds", "peak MiB", "findings", "what"):
+        table.add_column(head, justify="right" if head in ("seconds", "peak MiB") else "left")
+    for stage in examination.stages:
+        colour = "red" if stage.findings else "green"
+        peak = f"{stage.peak_bytes / 2**20:.1f}"
+        table.add_row(
+            stage.name, f"{stage.seconds:.2f}", peak, f"[{colour}]{stage.verdict}[/]", escape(stage.note)
+        )
+    return table
+
+
+def buffer_table(buffers: Sequence[Buffer]) -> Table:
+    """The buffers of every rank, as the reproducer of SkyRL issue 1709 prints them."""
+    names = list(dict.fromkeys(buffer.name for buffer in buffers))
+    shown = shorten(names, MAX_BUFFERS)
+    ranks = shorten(sorted({buffer.rank for buffer in buffers}), MAX_RANKS)
+    left_out = len(names) - len(shown)
+    table = Table(
+        title=f"buffers{f', {left_out} more in the JSON' if left_out else ''}", title_justify="left"
+    )
+    for head in ("buffer", "rank", "dtype", "shape", "NaN", "first five"):
+        table.add_column(head, overflow="fold")
+    for buffer in sorted(buffers, key=lambda buffer: (names.index(buffer.name), buffer.rank)):
+        if buffer.name in shown and buffer.rank in ranks:
+            colour = "red" if buffer.num_nan else "default"
+            table.add_row(
+                escape(buffer.name),
+                str(buffer.rank),
+                buffer.dtype,
+                str(tuple(buffer.shape)),
+                f"[{colour}]{buffer.num_nan}[/]",
+                first_values(buffer),
+            )
+    return table
+
+
+def shorten(items: Sequence[Any], limit: int) -> list[Any]:
+    """All of them, or the first and the last ones."""
+    return list(items) if len(items) <= limit else [*items[: limit - limit // 4], *items[-(limit // 4) :]]
+
+
+def first_values(buffer: Buffer) -> str:
+    return ", ".join(f"{value:.6g}" for value in buffer.first)
+
+
+def write_json(report: Report, path: Path) -> None:
+    """The whole report; values that JSON has no word for become null."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(_plain(report.to_json()), indent=2, allow_nan=False) + "\n")
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,161 @@
+"""An examination on the ranks: layouts one after the other, each stage timed and weighed."""
+
+from __future__ import annotations
+
+import gc
+import json
+import platform
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from shardproof import __version__
+from shardproof.dist.collectives import exchange, together
+from shardproof.dist.launch import init_distributed, resolve_device
+from shardproof.doctor.matrix import matrix_of
+from shardproof.doctor.probes import STAGES, Patient, Probe
+from shardproof.doctor.request import Layout, Request, config_file
+from shardproof.doctor.results import Examination, Report, Stage
+from shardproof.errors import ConfigError, ShardproofError
+from shardproof.shard.memory import PeakMemory
+
+# After these the ranks' connections are gone, and nothing more can be asked of them.
+_LOST = {"T308", "E406"}
+
+
+def examine(request: Request, progress: Path | None = None) -> Report:
+    """Examine every layout. Collective: every rank; the report is the same on each."""
+    started = time.perf_counter()
+    init_distributed(request.device, timeout_s=request.timeout_s)
+    # Deterministic draws: an examination of the same model says the same twice.
+    torch.manual_seed(0)
+    examinations: list[Examination] = []
+    with _model_folder(request) as folder:
+        if isinstance(folder, Examination):
+            examinations.append(folder)
+        else:
+            for layout in _layouts(request, folder):
+                examinations.append(_examine(request, layout, folder, progress))
+                if {finding.code for finding in examinations[-1].findings} & _LOST:
+                    break
+    seconds = time.perf_counter() - started
+    return Report(request.label, _facts(request), tuple(examinations), seconds)
+
+
+def _layouts(request: Request, folder: str) -> Sequence[Layout]:
+    """What is to be examined. A matrix depends on what the model's config allows."""
+    if not request.matrix:
+        return request.layouts
+    found: list[list[dict[str, Any]]] = exchange(
+        [asdict(layout) for layout in matrix_of(request, folder)] if dist.get_rank() == 0 else []
+    )
+    return [Layout(**row) for row in found[0]]
+
+
+def run_rank(request_json: str, progress: str | None = None) -> dict[str, Any]:
+    """One rank's examination, as the launcher starts it."""
+    request = Request.from_json(json.loads(request_json))
+    try:
+        return examine(request, Path(progress) if progress else None).to_json()
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _facts(request: Request) -> dict[str, str]:
+    device = torch.cuda.get_device_name() if request.device == "cuda" else platform.machine()
+    return {
+        "role": request.role,
+        "ranks": str(dist.get_world_size()),
+        "device": f"{request.device} ({device})",
+        "sequence length": str(request.seq_len),
+        "versions": f"shardproof {__version__}, torch {torch.__version__}, transformers {transformers.__version__}",
+    }
+
+
+@contextmanager
+def _model_folder(request: Request) -> Iterator[str | Examination]:
+    """The model's folder or hub id; for a config, a folder into which rank 0 saves random weights meanwhile.
+
+    A config that cannot be built gives an examination that says so. Collective: every rank.
+    """
+    if request.source is not None:
+        yield request.source
+        return
+    assert request.config is not None
+    with tempfile.TemporaryDirectory(prefix="shardproof-doctor-") as own:
+        folder = exchange(own)[0]
+        try:
+            with together("config"):
+                if dist.get_rank() == 0:
+                    _save_random(request, Path(folder))
+        except ShardproofError as error:
+            yield Examination("random weights", (Stage("config", findings=tuple(error.findings)),))
+            return
+        yield folder
+        exchange("done")  # rank 0 must not delete what another rank still reads
+
+
+def _save_random(request: Request, folder: Path) -> None:
+    """A checkpoint of the config with weights that transformers draws. Memory: the whole model, on rank 0."""
+    assert request.config is not None
+    config = AutoConfig.from_pretrained(
+        config_file(request.config), trust_remote_code=request.trust_remote_code
+    )
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(
+        config, dtype=torch.float32, trust_remote_code=request.trust_remote_code
+    )
+    model.save_pretrained(folder)
+
+
+def _examine(request: Request, layout: Layout, folder: str, progress: Path | None) -> Examination:
+    """One layout, stage by stage; a stage that fails does not keep the later ones from running if they can.
+
+    Collective: every rank.
+    """
+    patient = Patient(request, layout, folder)
+    stages: list[Stage] = []
+    for name, probe in STAGES:
+        if progress is not None:
+            progress.joinpath(f"rank-{dist.get_rank()}").write_text(f"{name} ({layout})")
+        try:
+            stages.append(_run_stage(name, probe, patient))
+        except ConfigError as error:
+            return Examination(str(layout), tuple(stages), tuple(patient.buffers), refused=error.findings[0])
+        codes = {finding.code for finding in stages[-1].findings}
+        if codes & _LOST or (name == "load" and codes) or (name == "stream" and patient.manifest is None):
+            break
+    buffers = tuple(patient.buffers)
+    del patient
+    gc.collect()
+    return Examination(str(layout), tuple(stages), buffers)
+
+
+def _run_stage(name: str, probe: Probe, patient: Patient) -> Stage:
+    """A stage's row. A fault becomes its findings; a refused setting is raised. Collective: every rank."""
+    note, findings = "", []
+    started = time.perf_counter()
+    with PeakMemory(resolve_device(patient.request.device)) as memory:
+        try:
+            note, found = probe(patient)
+            findings = list(found)
+        except ConfigError:
+            raise
+        except ShardproofError as error:
+            note, findings = "stopped", error.findings
+    seconds = time.perf_counter() - started
+    if {finding.code for finding in findings} & _LOST:
+        return Stage(name, seconds, memory.rise, note, tuple(findings))
+    rows = exchange([seconds, memory.rise, note])  # the note of rank 0 stands for all
+    seconds, peak = max(row[0] for row in rows), max(row[1] for row in rows)
+    return Stage(name, seconds, peak, rows[0][2], tuple(dict.fromkeys(findings)))
