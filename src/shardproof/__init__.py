@@ -30,6 +30,7 @@ _EXPORTS = {
     "make_schedule": "shardproof.train.optim",
     "make_mesh": "shardproof.dist.mesh",
     "init_distributed": "shardproof.dist.launch",
+    "deadline": "shardproof.dist.deadline",
     "Finding": "shardproof.findings",
     "ShardproofError": "shardproof.errors",
     "ConfigError": "shardproof.errors",
@@ -44,6 +45,7 @@ __all__ = sorted(_EXPORTS)
 
 if TYPE_CHECKING:
     from shardproof.checkpoint.source import RandomInit
+    from shardproof.dist.deadline import deadline
     from shardproof.dist.launch import init_distributed
     from shardproof.dist.mesh import make_mesh
     from shardproof.errors import (

@@ -193,7 +193,7 @@ def test_a_checkpoint_that_cannot_be_loaded_is_a_finding(tmp_path):
     [
         ({"config": "there/is/none.json", "source": None}, "no such file"),
         ({"config": "also"}, "not both"),
-        ({"role": "polcy"}, "Did you mean 'policy'"),
+        ({"role": "policyy"}, "Did you mean 'policy'"),
         ({"layouts": (Layout(dtype="bf61"),)}, "Did you mean 'bf16'"),
         ({"layouts": (Layout(sequence_parallel=3),)}, "does not divide"),
         ({"ranks": 0}, "must be positive"),
@@ -289,8 +289,8 @@ def test_the_command_on_random_weights(tmp_path, folders):
     assert (tmp_path / "page.html").stat().st_size > 2000
 
 
-@pytest.mark.parametrize("options", [["--nope"], ["--role", "polcy", "m"], []], ids=str)
+@pytest.mark.parametrize("options", [["--nope"], ["--role", "policyy", "m"], []], ids=str)
 def test_usage_errors_have_an_exit_code_of_their_own(options):
     result = run_doctor(*options)
     assert result.returncode == 120
-    assert "nope" in result.stderr or "polcy" in result.stderr or "pass a model" in result.stderr
+    assert "nope" in result.stderr or "policyy" in result.stderr or "pass a model" in result.stderr

@@ -101,7 +101,10 @@ def share_findings(findings: list[Finding]) -> list[Finding]:
     common = set.intersection(*(set(row) for row in per_rank))
     # What is not wrong everywhere is said with the rank where it is.
     named = [
-        [finding if finding.rank is not None or finding in common else replace(finding, rank=rank) for finding in row]
+        [
+            finding if finding.rank is not None or finding in common else replace(finding, rank=rank)
+            for finding in row
+        ]
         for rank, row in enumerate(per_rank)
     ]
     return merge_findings(named)

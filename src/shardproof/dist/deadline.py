@@ -11,10 +11,20 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
+from shardproof.dist import whereabouts
 from shardproof.errors import ShardproofError, fail
 
 # What backends say when a peer is gone or does not answer.
-_LOST = ("timed out", "timeout", "connection closed", "connection reset", "broken pipe", "peer", "nccl", "socket")
+_LOST = (
+    "timed out",
+    "timeout",
+    "connection closed",
+    "connection reset",
+    "broken pipe",
+    "peer",
+    "nccl",
+    "socket",
+)
 
 
 def mesh_groups(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
@@ -24,26 +34,49 @@ def mesh_groups(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
 
 
 @contextmanager
-def deadline(stage: str, code: str, seconds: float, groups: Sequence[dist.ProcessGroup]) -> Iterator[None]:
-    """No collective in the block waits longer than `seconds`; a lost or late peer becomes one clear error."""
-    unique = {id(group): group for group in groups}.values()
+def deadline(
+    stage: str,
+    code: str = "T308",
+    seconds: float = 600.0,
+    groups: Sequence[dist.ProcessGroup] | None = None,
+) -> Iterator[None]:
+    """No collective in the block waits longer than `seconds`; a lost or late peer becomes one clear error.
+
+    The error says which rank was in which call at which line, and which gave no answer. Without `groups` the deadline
+    is that of the default group.
+    """
+    assert dist.group.WORLD is not None
+    unique = {id(group): group for group in groups or [dist.group.WORLD]}.values()
     previous = [(group, _timeout_of(group)) for group in unique]
     for group, _ in previous:
         _set_pg_timeout(timedelta(seconds=seconds), group)
+    whereabouts.start()
+    watch = whereabouts.current()
+    limit_before = watch.set_limit(seconds) if watch is not None else None
     started = time.monotonic()
     try:
         yield
     except RuntimeError as error:
-        text = str(error).lower()
-        if dist.get_world_size() > 1 and any(sign in text for sign in _LOST) and not isinstance(error, ShardproofError):
-            waited = time.monotonic() - started
-            first_line = str(error).strip().splitlines()[0][:200]
-            message = f"another rank was lost or did not answer within {seconds:g} s ({waited:.1f} s into it): {first_line}"
-            raise fail(code, stage, message, rank=dist.get_rank()) from error
-        raise
+        if not _is_lost(error):
+            raise
+        waited = time.monotonic() - started
+        first_line = str(error).strip().splitlines()[0][:200]
+        message = f"another rank was lost or did not answer within {seconds:g} s ({waited:.1f} s into it)"
+        where = "" if watch is None else f": {whereabouts.say(watch.report(error), watch.world_size)}"
+        raise fail(
+            code, stage, f"{message}{where}. The backend says: {first_line}", rank=dist.get_rank()
+        ) from error
     finally:
+        if watch is not None:
+            watch.set_limit(limit_before)
         for group, timeout in previous:
             _set_pg_timeout(timeout, group)
+
+
+def _is_lost(error: RuntimeError) -> bool:
+    text = str(error).lower()
+    lost = any(sign in text for sign in _LOST)
+    return lost and dist.get_world_size() > 1 and not isinstance(error, ShardproofError)
 
 
 def _timeout_of(group: dist.ProcessGroup) -> timedelta:

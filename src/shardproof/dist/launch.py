@@ -10,14 +10,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardproof.dist import whereabouts
+
 
 def init_distributed(device: str | torch.device | None = None, timeout_s: float = 600.0) -> None:
     """Join the process group that torchrun describes, or make a group of one; a no-op when one exists.
 
     Collective: every rank that torchrun started.
     """
-    if dist.is_initialized():
-        return
+    if not dist.is_initialized():
+        _init_group(device, timeout_s)
+    whereabouts.start()
+
+
+def _init_group(device: str | torch.device | None, timeout_s: float) -> None:
     kind = torch.device(device).type if device is not None else default_device().type
     # gloo stays beside NCCL: offloaded tensors and the control plane live on the CPU.
     backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"

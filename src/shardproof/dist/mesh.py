@@ -22,7 +22,11 @@ def make_mesh(replicate: int = 1, shard: int | None = None, device_type: str | N
         raise fail("C002", "mesh", f"replicate={replicate} does not divide the {world_size} ranks.")
     shard = world_size // replicate if shard is None else shard
     if replicate * shard != world_size:
-        raise fail("C002", "mesh", f"replicate={replicate} x shard={shard} is not the {world_size} ranks of this run.")
+        raise fail(
+            "C002",
+            "mesh",
+            f"replicate={replicate} x shard={shard} is not the {world_size} ranks of this run.",
+        )
     kind = device_type or default_device().type
     if replicate == 1:
         return init_device_mesh(kind, (shard,), mesh_dim_names=(SHARD,))
@@ -32,7 +36,9 @@ def make_mesh(replicate: int = 1, shard: int | None = None, device_type: str | N
 def check_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """`mesh` if it is one we can shard over: all ranks, one shard axis, at most one replicate axis before it."""
     if mesh.size() != dist.get_world_size():
-        raise fail("C002", "mesh", f"the mesh has {mesh.size()} ranks, the process group {dist.get_world_size()}.")
+        raise fail(
+            "C002", "mesh", f"the mesh has {mesh.size()} ranks, the process group {dist.get_world_size()}."
+        )
     names = mesh.mesh_dim_names or ()
     if mesh.ndim > 2 or (mesh.ndim == 2 and tuple(names) != (REPLICATE, SHARD)):
         raise fail("C002", "mesh", f"mesh axes are {names}; expected ('shard',) or ('replicate', 'shard').")

@@ -60,7 +60,9 @@ def make_sequence_group(size: int) -> SequenceGroup | None:
     return SequenceGroup(mine)
 
 
-def _all_to_all(states: torch.Tensor, group: dist.ProcessGroup, split_dim: int, join_dim: int) -> torch.Tensor:
+def _all_to_all(
+    states: torch.Tensor, group: dist.ProcessGroup, split_dim: int, join_dim: int
+) -> torch.Tensor:
     """Cut `split_dim` into one part a rank, send them, and join what arrives along `join_dim`."""
     size = dist.get_world_size(group)
     parts = torch.stack(states.chunk(size, dim=split_dim)).contiguous()

@@ -1,0 +1,222 @@
+"""Where every rank is when some of them wait: a roll call through the process group's store.
+
+A collective that does not end says nothing about the ranks it waits for. Each process therefore has a thread that
+looks at the store twice a second. When a deadline comes near, or a connection is lost, one rank calls the roll there;
+every living process answers with the call its main thread is in and the lines that led to it. The store is the one
+channel that still works while collectives hang.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+logger = logging.getLogger(__name__)
+
+_INTERVAL_S = 0.5
+_ANSWER_S = 2.0  # how long a roll call waits for answers
+_MAX_LINES = 5
+_PACKAGE = str(Path(__file__).parents[1])
+_TORCH = str(Path(torch.__file__).parent)
+_OWN_FILES = ("whereabouts.py", "deadline.py", "contextlib.py", "threading.py", "c10d_logger.py")
+
+Place = tuple[str, int, str]  # file, line, function
+
+_watch: _Watch | None = None
+
+
+def start() -> None:
+    """Start this process's thread for the current process group, once. A group of one needs none."""
+    global _watch
+    group = dist.group.WORLD
+    if dist.get_world_size() == 1 or (_watch is not None and _watch.group is group and _watch.is_alive()):
+        return
+    _watch = _Watch(group)
+    _watch.start()
+
+
+def current() -> _Watch | None:
+    """The thread of the current process group."""
+    return _watch if _watch is not None and _watch.group is dist.group.WORLD else None
+
+
+class _Watch(threading.Thread):
+    """Answers roll calls, and calls the roll itself when its process is about to miss a deadline."""
+
+    def __init__(self, group: Any):
+        super().__init__(name="shardproof whereabouts", daemon=True)
+        self.group = group
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        # A connection of its own: the process's main thread may be waiting on the other one.
+        self._store = _get_default_store().clone()
+        self._num_calls = 0
+        self._limit: float | None = None  # seconds that a collective may take now
+        self._seen = ("", time.monotonic())  # where the main thread was last, and since when
+        self._failed_at: str | None = None  # where the main thread was when its collective failed
+        self._lock = threading.Lock()
+        self._answers: dict[int, str] = {}
+        self._last_call_at = float("-inf")  # made or answered
+
+    def run(self) -> None:
+        while True:
+            time.sleep(_INTERVAL_S)
+            if dist.group.WORLD is not self.group:
+                return
+            try:
+                if self._is_late():
+                    self.call_the_roll()
+                    self._warn()
+                elif self._store.check([self._key()]):
+                    self._answer()
+            except Exception:  # the store went with the run
+                return
+
+    def set_limit(self, seconds: float | None) -> float | None:
+        """Call the roll shortly before a collective has taken this long; returns the limit before."""
+        before, self._limit = self._limit, seconds
+        self._failed_at = None
+        return before
+
+    def _is_late(self) -> bool:
+        """Whether the main thread has been at one place for nearly as long as it may. True once for each place."""
+        limit = self._limit
+        if limit is None or self._failed_at is not None:
+            return False
+        now, place = time.monotonic(), describe(list(_places_of_main_thread()))
+        if place != self._seen[0]:
+            self._seen = (place, now)
+        late = now - self._seen[1] >= max(limit - _ANSWER_S - 2 * _INTERVAL_S, 0.5 * limit)
+        if late:
+            self._seen = (place, float("inf"))
+        return late
+
+    def _warn(self) -> None:
+        # NCCL ends the process at its timeout, so that this is the last word.
+        if "nccl" in str(dist.get_backend_config(self.group)):
+            logger.warning("a collective does not end: %s", say(self._answers, self.world_size))
+
+    def report(self, error: BaseException) -> dict[int, str]:
+        """{rank: where it is, or was before connections were lost}; ranks that do not answer are left out."""
+        self._failed_at = describe(list(_places_of_error(error)))
+        try:
+            if time.monotonic() - self._last_call_at > 2 * _ANSWER_S + 2 * _INTERVAL_S:
+                self.call_the_roll()
+            else:
+                self._collect(self._num_calls - 1)
+        except Exception:  # without the store there is this rank's own place
+            self._answers = {self.rank: self._failed_at}
+        return self._answers
+
+    def call_the_roll(self) -> None:
+        """Ask every rank, and wait a little for the answers."""
+        with self._lock:
+            call = self._num_calls
+            self._store.set(self._key(call), "")
+            self._post(call)
+            self._num_calls = call + 1
+        self._collect(call)
+
+    def _answer(self) -> None:
+        with self._lock:
+            if self._store.check([self._key()]):
+                self._post(self._num_calls)
+                self._num_calls += 1
+
+    def _collect(self, call: int) -> None:
+        """Wait a little until every rank has answered."""
+        until = time.monotonic() + _ANSWER_S
+        found: dict[int, str] = {}
+        while len(found) < self.world_size and time.monotonic() < until:
+            for rank in range(self.world_size):
+                key = f"{self._key(call)}/{rank}"
+                if rank not in found and self._store.check([key]):
+                    found[rank] = self._store.get(key).decode()
+            time.sleep(0.05)
+        self._answers = found
+
+    def _post(self, call: int) -> None:
+        place = self._failed_at or describe(list(_places_of_main_thread()))
+        self._store.set(f"{self._key(call)}/{self.rank}", place)
+        self._last_call_at = time.monotonic()
+
+    def _key(self, call: int | None = None) -> str:
+        return f"shardproof/roll-call/{self._num_calls if call is None else call}"
+
+
+def _places_of_main_thread() -> Iterator[Place]:
+    """The main thread's frames, the innermost first; autograd's where it is in a collective and the main one is not."""
+    frames = sys._current_frames()
+    main = threading.main_thread().ident
+    others = [frame for ident, frame in frames.items() if ident not in (main, threading.get_ident())]
+    stacks = [list(_walk(frames[main]))] if main in frames else []
+    stacks += [list(_walk(frame)) for frame in others]
+    return iter(next((stack for stack in stacks if _collective(stack)), stacks[0] if stacks else []))
+
+
+def _walk(frame: FrameType | None) -> Iterator[Place]:
+    while frame is not None:
+        yield frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name
+        frame = frame.f_back
+
+
+def _places_of_error(error: BaseException) -> Iterator[Place]:
+    """The frames in which an error was raised, the innermost first, and those that led to them."""
+    entries = [
+        (frame, line)
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if not frame.f_code.co_filename.endswith(_OWN_FILES)
+    ]
+    for frame, line in reversed(entries):
+        yield frame.f_code.co_filename, line, frame.f_code.co_name
+    if entries:
+        yield from _walk(entries[0][0].f_back)
+
+
+def _collective(places: list[Place]) -> str | None:
+    """The public torch.distributed function that the stack is in."""
+    for file, _, function in places:
+        if file.endswith("distributed_c10d.py") and not function.startswith("_"):
+            return function
+    return None
+
+
+def describe(places: list[Place]) -> str:
+    """`all_gather: gather_rows (dist/collectives.py:61) < agree (train/guard.py:70) < main (train.py:12)`."""
+    visible = [p for p in places if not p[0].startswith((_TORCH, "<")) and not p[0].endswith(_OWN_FILES)]
+    lines = [f"{name} ({'/'.join(Path(file).parts[-2:])}:{line})" for file, line, name in visible]
+    # The nearest lines say which collective it is, the first line that is no package's which call of the user's.
+    outside = [
+        i for i, p in enumerate(visible) if not p[0].startswith(_PACKAGE) and "site-packages" not in p[0]
+    ]
+    shown = lines[:_MAX_LINES]
+    if outside and outside[0] >= _MAX_LINES:
+        shown = [*lines[: _MAX_LINES - 1], lines[outside[0]]]
+    return f"{_collective(places) or 'no collective'}: {' < '.join(shown) or 'unknown lines'}"
+
+
+def say(answers: dict[int, str], world_size: int) -> str:
+    """The answers in one line: ranks at the same place together, ranks without an answer last."""
+    by_place: dict[str, list[int]] = {}
+    for rank in sorted(answers):
+        by_place.setdefault(answers[rank], []).append(rank)
+    parts = [f"{_ranks(ranks)} in {place}" for place, ranks in by_place.items()]
+    silent = [rank for rank in range(world_size) if rank not in answers]
+    if silent:
+        parts.append(f"{_ranks(silent)} gave no answer: its process is gone, or stuck outside Python")
+    return "; ".join(parts)
+
+
+def _ranks(ranks: list[int]) -> str:
+    listed = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"rank {listed}" if len(ranks) == 1 else f"ranks {listed}"

@@ -1,0 +1,147 @@
+"""Ranks that wait in different calls: the deadline's error says which rank is where, instead of a timeout."""
+
+import contextlib
+import os
+import re
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import shardproof as sp
+from shardproof.dist import whereabouts
+from tests.models import tiny_config
+from tests.ranks import run_ranks, run_ranks_outcomes
+
+SECONDS = 3.0
+SEQUENCES = [[5, 6, 7, 8], [9, 10, 11]]
+
+
+def load():
+    policy = sp.load(sp.RandomInit(tiny_config("llama")), compute_dtype=torch.float32)
+    return policy, sp.make_optimizer(policy, lr=1e-3)
+
+
+def go_another_way(rank_in_barrier):
+    """One rank skips the step, as after a test that only it failed, and waits for the others at a barrier."""
+    policy, optimizer = load()
+    try:
+        if dist.get_rank() == rank_in_barrier:
+            wait_at_the_end_of_the_epoch()
+        else:
+            sp.train_step(policy, sp.Batch(SEQUENCES), optimizer, deadline_s=SECONDS)
+    except (RuntimeError, sp.TrainFault) as error:
+        return str(error)
+    return None
+
+
+def wait_at_the_end_of_the_epoch():
+    with sp.deadline("epoch", seconds=2 * SECONDS):
+        dist.barrier()
+
+
+@pytest.mark.parametrize("other", [0, 1])
+def test_ranks_in_different_collectives_are_told_apart(other):
+    answers = run_ranks(2, go_another_way, other)
+    message = answers[1 - other]
+    assert message.startswith(
+        f"T308 train_step: rank {1 - other}: another rank was lost or did not answer within 3 s"
+    )
+    assert re.search(
+        rf"rank {other} in barrier: wait_at_the_end_of_the_epoch \(faults/test_hangs.py:\d+\) < go_another_way",
+        message,
+    )
+    assert re.search(
+        rf"rank {1 - other} in all_gather: exchange \(dist/collectives.py:\d+\) < .* < go_another_way \(faults/",
+        message,
+    )
+    # The other rank loses its connection when the first one gives up, and knows the same.
+    assert answers[other].startswith(f"T308 epoch: rank {other}:")
+    assert f"rank {other} in barrier: wait_at_the_end_of_the_epoch" in answers[other]
+    assert f"rank {1 - other} in all_gather: exchange" in answers[other]
+
+
+def compute_for_long():
+    policy, optimizer = load()
+    if dist.get_rank() == 1:
+        time.sleep(SECONDS + 2)
+        return None
+    try:
+        sp.train_step(policy, sp.Batch(SEQUENCES), optimizer, deadline_s=SECONDS)
+    except sp.TrainFault as error:
+        return str(error)
+
+
+def test_a_rank_that_is_in_no_collective_is_shown_at_its_line():
+    message = run_ranks(2, compute_for_long)[0]
+    assert re.search(r"rank 1 in no collective: compute_for_long \(faults/test_hangs.py:\d+\)", message)
+
+
+def die_in_a_step():
+    policy, optimizer = load()
+    if dist.get_rank() == 1:
+        policy.model.model.layers[1].register_forward_pre_hook(lambda *_: os._exit(3))
+    try:
+        sp.train_step(policy, sp.Batch(SEQUENCES), optimizer, deadline_s=SECONDS)
+    except sp.TrainFault as error:
+        return str(error)
+
+
+def test_a_rank_that_died_gives_no_answer():
+    outcomes = run_ranks_outcomes(3, die_in_a_step)
+    assert outcomes[1] == ("died", 3)
+    for rank in (0, 2):
+        message = outcomes[rank][1]
+        assert "rank 1 gave no answer: its process is gone, or stuck outside Python" in message
+        assert re.search(rf"(rank {rank}|ranks 0, 2) in all_gather\w*: .* < die_in_a_step", message)
+
+
+def skip_an_export():
+    policy, _ = load()
+    if dist.get_rank() == 0:
+        try:
+            for _ in sp.WeightStream(policy, deadline_s=SECONDS):
+                pass
+        except sp.ExportFault as error:
+            return str(error)
+    with contextlib.suppress(RuntimeError):
+        dist.barrier()  # no call of this project: its lines are shown all the same
+
+
+def test_an_export_that_one_rank_skips():
+    message = run_ranks(2, skip_an_export)[0]
+    assert message.startswith("E406 export: rank 0: another rank was lost")
+    assert re.search(r"rank 1 in barrier: skip_an_export", message)
+
+
+def roll_calls_of_steps():
+    policy, optimizer = load()
+    for _ in range(3):
+        assert sp.train_step(policy, sp.Batch(SEQUENCES), optimizer, deadline_s=1.0).stepped
+        time.sleep(0.6)  # between steps nothing is late
+    return whereabouts.current()._num_calls
+
+
+def test_steps_in_time_call_no_roll():
+    assert run_ranks(2, roll_calls_of_steps) == [0, 0]
+
+
+def test_places_are_short_and_name_the_user():
+    package = whereabouts._PACKAGE
+    torch_file = f"{whereabouts._TORCH}/distributed/distributed_c10d.py"
+    inner = [(f"{package}/dist/collectives.py", i, f"inner{i}") for i in range(9)]
+    places = [(torch_file, 1, "all_reduce"), *inner, ("/home/someone/run/train.py", 12, "main")]
+    assert whereabouts.describe(places) == (
+        "all_reduce: inner0 (dist/collectives.py:0) < inner1 (dist/collectives.py:1) < inner2 (dist/collectives.py:2)"
+        " < inner3 (dist/collectives.py:3) < main (run/train.py:12)"
+    )
+    assert whereabouts.describe([]) == "no collective: unknown lines"
+
+
+def test_many_ranks_at_one_place_are_said_once():
+    answers = dict.fromkeys(range(12), "barrier: a") | {12: "all_gather: b"}
+    assert whereabouts.say(answers, 14) == (
+        "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 4 more in barrier: a; rank 12 in all_gather: b; "
+        "rank 13 gave no answer: its process is gone, or stuck outside Python"
+    )
