@@ -63,10 +63,32 @@ class Role(Section):
     lr: float | None = None
 
 
+class Vllm(Section):
+    """The vLLM server, where rollout.engine is "vllm". docs/vllm.md explains each."""
+
+    mode: Literal["colocated", "server"] = "colocated"
+    url: str | None = None  # of a server that is already running; None: the run starts one
+    host: str = "127.0.0.1"
+    port: Annotated[int, Field(ge=0, lt=65536)] = 0  # 0: a free one
+    allow_remote: bool = False  # bind or use an address that other machines reach
+    transport: Literal["shared", "nccl", "ipc"] = "shared"
+    lora: Literal["merge", "adapter"] = "merge"
+    enforce_eager: bool | None = None  # None: on CPU
+    max_model_len: Positive | None = None
+    tensor_parallel_size: Positive = 1
+    gpu_memory_utilization: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.4
+    kv_cache_gib: Positive = 1  # on CPU
+    args: list[str] = []  # further arguments of `vllm serve`
+    log: str | None = None
+    start_timeout_s: Annotated[float, Field(gt=0.0)] = 600.0
+    sync_timeout_s: Annotated[float, Field(gt=0.0)] = 600.0
+    request_timeout_s: Annotated[float, Field(gt=0.0)] = 1800.0
+
+
 class Rollout(Section):
     """How completions are made."""
 
-    engine: Literal["embedded", "sharded"] = "embedded"
+    engine: Literal["embedded", "sharded", "vllm"] = "embedded"
     group_size: Positive = 8
     max_new_tokens: Positive = 256
     temperature: Annotated[float, Field(gt=0.0)] = 1.0
@@ -75,6 +97,10 @@ class Rollout(Section):
     offload_policy: bool = False  # move the policy to host memory while completions are made
     # How far log-probs of engine and trainer may be apart; None: 0.001 in float32, 0.5 in half precision.
     canary_tolerance: Annotated[float, Field(gt=0.0)] | None = None
+    max_version_lag: Annotated[int, Field(ge=0)] = (
+        0  # how many versions older than the policy's a completion may be
+    )
+    vllm: Vllm = Vllm()
 
 
 class Algorithm(Section):

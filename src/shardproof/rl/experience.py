@@ -107,9 +107,10 @@ def _generate(run: Run, requests: list[Request], sampling: Sampling) -> list[Com
     with _lending(run):
         for call in range(num_calls):
             completions += run.engine.generate(requests[call * size : (call + 1) * size], sampling)
-    stale = [c.version for c in completions if c.version != run.policy.model.version]
+    newest, lag = run.policy.model.version, run.recipe.rollout.max_version_lag
+    stale = [c.version for c in completions if not newest - lag <= c.version <= newest]
     if any(exchange(bool(stale))):
-        message = f"completions come from version {stale[:1] or 'of another rank'}, the policy is {run.policy.model.version}."
+        message = f"completions come from version {stale[:1] or 'of another rank'}, the policy is {newest}, the lag allowed is {lag}."
         raise fail("R501", "rollout", message)
     return completions
 

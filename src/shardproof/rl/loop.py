@@ -46,6 +46,7 @@ def train(recipe: Recipe, loggers: Sequence[Logger] = ()) -> dict[str, float]:
         try:
             return _train(run, folder, stop, loggers)
         finally:
+            run.engine.close()
             if run.rewards is not None:
                 run.rewards.close()
 
@@ -174,7 +175,7 @@ def sync(run: Run, step: int, folder: Path) -> dict[str, float]:
     for finding in receipt.findings:
         note(folder, step, "finding", str(finding))
     synced = time.perf_counter()
-    gap = canary(run)
+    gap = run.engine.canary_gap if run.engine.canary_gap is not None else canary(run)
     tolerance = run.recipe.rollout.canary_tolerance
     if tolerance is None:
         tolerance = (

@@ -78,8 +78,7 @@ def set_up(recipe: Recipe) -> Run:
         section = recipe.critic or Role()
         critic = _trained(recipe, _load_role(recipe, section, "critic", inputs.config), section.lr)
     # Imitation samples for its evaluation alone, and a replica would have to be kept up to date for that.
-    embedded = recipe.rollout.engine == "embedded" and not imitate
-    engine: Engine = EmbeddedEngine(policy) if embedded else ShardedEngine(policy)
+    engine = ShardedEngine(policy) if imitate else make_engine(recipe, policy)
     stops = {inputs.tokenizer.eos_token_id} - {None}
     rollout = recipe.rollout
     return Run(
@@ -106,6 +105,18 @@ def _make_rewards(settings: Rewards | None) -> RewardRunner | None:
         num_workers=settings.num_workers,
         on_error=settings.on_error,
     )
+
+
+def make_engine(recipe: Recipe, policy: ShardedModel) -> Engine:
+    """The rollout engine that a recipe names. Collective: every rank."""
+    if recipe.rollout.engine == "vllm":
+        from shardproof.rollout.vllm_engine import VllmEngine
+        from shardproof.rollout.vllm_server import VllmSettings
+
+        given = recipe.rollout.vllm.model_dump()
+        given["args"] += ["--trust-remote-code"] if recipe.model.trust_remote_code else []
+        return VllmEngine(policy, VllmSettings(**given), recipe.rollout.canary_tolerance)
+    return EmbeddedEngine(policy) if recipe.rollout.engine == "embedded" else ShardedEngine(policy)
 
 
 def _load_role(recipe: Recipe, section: Role | None, role: str, config: PretrainedConfig) -> ShardedModel:

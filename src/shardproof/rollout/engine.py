@@ -46,10 +46,19 @@ class Engine(Protocol):
         """Of the weights it samples from."""
         ...
 
+    @property
+    def canary_gap(self) -> float | None:
+        """What the engine's own canary measured at the last sync; None if it has none, and the loop runs one."""
+        ...
+
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         """Complete this rank's requests, in their order. Collective: every rank, possibly with no request."""
         ...
 
     def load_weights(self, stream: WeightStream) -> ExportReceipt:
         """Take the weights of a policy. Collective: every rank."""
+        ...
+
+    def close(self) -> None:
+        """End what the engine started."""
         ...

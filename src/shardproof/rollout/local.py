@@ -26,6 +26,8 @@ from shardproof.shard.sharded_model import ShardedModel
 class EmbeddedEngine:
     """A whole replica of the policy in this process, in the policy's compute dtype. Every rank has its own."""
 
+    canary_gap = None
+
     def __init__(self, policy: ShardedModel):
         self.device = policy.device
         self.version = -1
@@ -39,6 +41,9 @@ class EmbeddedEngine:
         assert stream.receipt is not None
         self.version = stream.receipt.version
         return stream.receipt
+
+    def close(self) -> None:
+        """Nothing was started."""
 
     @torch.no_grad()
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
@@ -74,6 +79,8 @@ class ShardedEngine:
     Every token gathers the whole model once, so all ranks decode in step until the last one is done.
     """
 
+    canary_gap = None
+
     def __init__(self, policy: ShardedModel):
         self.policy = policy
 
@@ -87,6 +94,9 @@ class ShardedEngine:
             pass
         assert stream.receipt is not None
         return stream.receipt
+
+    def close(self) -> None:
+        """Nothing was started."""
 
     @torch.no_grad()
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:

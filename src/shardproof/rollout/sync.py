@@ -1,0 +1,302 @@
+"""Bringing weights to a vLLM server in two phases, and proving that they arrived. All of it runs on rank 0.
+
+Prepare, transfer, verify, commit: the server carries the mark of a pending version from the first to the last of them,
+so that nothing it says meanwhile can pass for either version. Whatever fails, the last committed payload, which still
+lies in memory, is brought again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from shardproof.errors import ShardproofError, fail
+from shardproof.findings import Finding
+from shardproof.rollout.vllm_client import Deadline, Refused, Unreachable
+from shardproof.rollout.vllm_plugin import BACKEND, EXTENSION
+from shardproof.rollout.vllm_server import VllmServer
+
+GENERATE = "/inference/v1/generate"
+CANARY_TOKENS = 16
+# How far the log-probs of engine and trainer may be apart: kernels differ, and half precision rounds.
+TOLERANCE = {"float32": 1e-3, "float16": 0.5, "bfloat16": 0.5}
+# An engine repeats its own log-probs far better than it agrees with another implementation.
+_REPEATS = 0.01
+# Settings that decide what tensors a model has; the canary sees the others.
+_CONFIG_KEYS = (
+    *(
+        "model_type",
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "moe_intermediate_size",
+        "num_hidden_layers",
+    ),
+    *("num_attention_heads", "num_key_value_heads", "head_dim", "num_experts", "num_local_experts"),
+    *("n_routed_experts", "num_experts_per_tok", "tie_word_embeddings"),
+)
+
+
+@dataclass(frozen=True)
+class Delivered:
+    """A payload, and what the trainer says about the canary with the same weights."""
+
+    version: int
+    expected: Sequence[float]  # the trainer's log-probs of the canary
+    update: Mapping[str, Any] = field(default_factory=dict)  # what vLLM's update_weights is told
+    adapter: str | None = None  # the folder of an adapter that is served beside the base
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What one sync proved, and what it cost."""
+
+    version: int
+    gap: float  # the largest difference between the engine's and the trainer's log-probs of the canary
+    seconds: Mapping[str, float]  # by phase; "digests" is the receiver's part of "transfer"
+
+
+class Delivery:
+    """The way of a run's weights to one server."""
+
+    def __init__(
+        self, server: VllmServer, run: str, canary: Sequence[int], tolerance: float, config: Mapping[str, Any]
+    ):
+        self.server = server
+        self.run = run
+        self.canary = list(canary)
+        self.tolerance = tolerance
+        self.config = config
+        self.committed: Delivered | None = None
+        self.said: list[float] | None = None  # the engine's log-probs of the canary when it was committed
+        self.said_at_start: list[float] | None = None  # and before anything was sent
+        self.seconds: dict[str, float] = {}
+
+    def deliver(self, payload: Delivered, seconds: float) -> Proof:
+        """Bring a payload, or bring the last committed one again and raise."""
+        try:
+            return self._bring(payload, seconds)
+        except (Unreachable, Refused, ShardproofError) as error:
+            finding = _finding(error)
+        ending = self._roll_back(seconds)
+        message = f"{finding.message} Version {payload.version} was not committed; {ending}"
+        raise fail(finding.code, "sync", message, tensor=finding.tensor, fix=finding.fix)
+
+    def ensure_current(self, seconds: float) -> None:
+        """Bring a server that was restarted, or left in the middle of a sync, to the committed version."""
+        if self.committed is None:
+            raise fail("R501", "generate", "the engine has no weights yet.")
+        try:
+            if self._label_now(Deadline(seconds)) == self.label(self.committed):
+                return
+        except (Unreachable, Refused):
+            pass  # it is gone, or hangs; the way back is the same
+        try:
+            self._bring(self.committed, seconds)
+        except (Unreachable, Refused) as error:
+            finding = _finding(error)
+            raise fail(finding.code, "generate", finding.message, fix=finding.fix) from error
+
+    def check_unchanged(self, seconds: float) -> None:
+        """Raise if the engine no longer says what it said when its weights were committed."""
+        assert self.said is not None
+        said = self.ask_canary(self.committed, Deadline(seconds))
+        moved = distance(said, self.said)
+        if moved <= self.tolerance * _REPEATS:
+            return
+        who = "somebody replaced its weights after the sync"
+        if self.said_at_start is not None and distance(said, self.said_at_start) <= self.tolerance * _REPEATS:
+            who = "it samples from the weights it was started with again: reload_weights was called after the sync"
+        assert self.committed is not None
+        version = self.committed.version
+        self._mark(f"{self.label(self.committed)}/replaced", Deadline(seconds))  # so that it is brought again
+        message = f"the server's log-probs of the canary moved by {moved:.3g} since version {version} was committed; {who}."
+        raise fail(
+            "R503", "generate", message, fix="do not call reload_weights or update_weights beside the run"
+        )
+
+    def label(self, payload: Delivered) -> str:
+        """The weight version that vLLM puts on completions."""
+        return f"{self.run}/{payload.version}"
+
+    def version_of(self, label: str) -> int:
+        """The version of one of this run's labels; -1 for what is pending or foreign."""
+        run, _, number = label.rpartition("/")
+        return int(number) if run == self.run and number.isdigit() else -1
+
+    # The phases, in their order.
+
+    def _bring(self, payload: Delivered, seconds: float) -> Proof:
+        self.server.ensure_up(seconds)
+        started = time.perf_counter()
+        deadline = Deadline(seconds)
+        self.seconds = {}
+        for phase in (self.prepare, self.transfer, self.verify, self.commit):
+            before = time.perf_counter()
+            phase(payload, deadline)
+            self.seconds[phase.__name__] = time.perf_counter() - before
+        self.seconds["total"] = time.perf_counter() - started
+        assert self.said is not None
+        return Proof(payload.version, distance(self.said, payload.expected), dict(self.seconds))
+
+    def prepare(self, payload: Delivered, deadline: Deadline) -> None:
+        """See that the server is there and fits, end what an earlier sync left, stop it, and mark it as pending."""
+        client = self.server.client
+        check_fit(self._facts(deadline), self.config, payload.adapter is not None)
+        client.rpc("shardproof_abandon", deadline)
+        client.post("/resume", None, deadline)
+        if self.said_at_start is None and self.committed is None:
+            self.said_at_start = self.ask_canary(None, deadline)
+        client.post("/pause?mode=abort", None, deadline)
+        self._mark(f"{self.label(payload)}/pending", deadline)
+
+    def transfer(self, payload: Delivered, deadline: Deadline) -> None:
+        """Have the workers read and load the payload. They load nothing that is not whole."""
+        client = self.server.client
+        if payload.adapter is not None:
+            body = {"lora_name": self.label(payload), "lora_path": payload.adapter, "load_inplace": True}
+            client.post("/v1/load_lora_adapter", body, deadline)
+            return
+        client.post("/start_weight_update", None, deadline)
+        client.post("/update_weights", {"update_info": dict(payload.update)}, deadline)
+        self._check_reports(payload, deadline)
+        client.post("/finish_weight_update", None, deadline)
+
+    def verify(self, payload: Delivered, deadline: Deadline) -> None:
+        """See that every worker has every byte, and that the engine computes what the trainer computes."""
+        if payload.adapter is None:
+            self._check_reports(payload, deadline)
+        self.server.client.post("/resume", None, deadline)
+        started = time.perf_counter()
+        said = self.ask_canary(payload, deadline)
+        self.seconds["canary"] = time.perf_counter() - started
+        self._check_canary(payload, said)
+        self.said = said
+
+    def commit(self, payload: Delivered, deadline: Deadline) -> None:
+        """Give the server its version; from here on its completions count."""
+        self._mark(self.label(payload), deadline)
+        old, self.committed = self.committed, payload
+        if old is not None and old.adapter is not None and old.version != payload.version:
+            self.server.client.post("/v1/unload_lora_adapter", {"lora_name": self.label(old)}, deadline)
+
+    def _roll_back(self, seconds: float) -> str:
+        """Bring the last committed payload again; says how that went."""
+        old = self.committed
+        if old is None:
+            return "the engine has no weights."
+        try:
+            self._bring(old, seconds)
+        except (Unreachable, Refused, ShardproofError) as error:
+            first = str(_finding(error).message).splitlines()[0]
+            return f"version {old.version} could not be brought back either ({first}); it will be before the next request."
+        return f"the server is back at version {old.version}."
+
+    # What the phases ask of the server.
+
+    def ask_canary(self, payload: Delivered | None, deadline: Deadline) -> list[float]:
+        """The engine's log-probs of the canary's tokens, from one forward."""
+        sampling = {"max_tokens": 1, "temperature": 0, "prompt_logprobs": 0, "detokenize": False}
+        body: dict[str, Any] = {"token_ids": self.canary, "sampling_params": sampling}
+        if payload is not None and payload.adapter is not None:
+            body["model"] = self.label(payload)
+        rows = self.server.client.post(GENERATE, body, deadline)["prompt_logprobs"]
+        return [
+            float(row[str(token)]["logprob"]) for token, row in zip(self.canary[1:], rows[1:], strict=True)
+        ]
+
+    def _facts(self, deadline: Deadline) -> dict[str, Any]:
+        try:
+            return self.server.client.rpc("shardproof_facts", deadline)[0]
+        except Refused as error:
+            known = error.status == 404 or "shardproof_facts" in str(error)
+            if not known:
+                raise
+            missing = (
+                "VLLM_SERVER_DEV_MODE=1" if error.status == 404 else f"--worker-extension-cls {EXTENSION}"
+            )
+            message = f"the server at {self.server.client.url} was not started with {missing}."
+            raise fail("R506", "sync", message) from error
+
+    def _mark(self, label: str, deadline: Deadline) -> None:
+        self.server.client.post("/update_weight_version", {"new_version": label}, deadline)
+
+    def _label_now(self, deadline: Deadline) -> str:
+        return self.server.client.get("/weight_info", deadline)["weight_version"]
+
+    def _check_reports(self, payload: Delivered, deadline: Deadline) -> None:
+        reports = self.server.client.rpc("shardproof_report", deadline)
+        for worker, report in enumerate(reports):
+            for tensor, problem in report["problems"]:
+                message = f"{tensor!r} {problem}, at worker {worker} of {self.server.client.url}."
+                raise fail("R502", "sync", message, tensor=tensor)
+            if report["version"] != payload.version:
+                message = f"worker {worker} of {self.server.client.url} took version {report['version']}, sent was {payload.version}."
+                raise fail("R502", "sync", message)
+        slowest: dict[str, float] = {}
+        for report in reports:
+            for name, taken in report["seconds"].items():
+                slowest[name] = max(slowest.get(name, 0.0), taken)
+        self.seconds |= {f"worker/{name}": taken for name, taken in slowest.items()}
+
+    def _check_canary(self, payload: Delivered, said: list[float]) -> None:
+        gap = distance(said, payload.expected)
+        if not gap <= self.tolerance:  # a NaN is a gap too
+            what = (
+                "the adapter is not applied as the trainer applies it"
+                if payload.adapter is not None
+                else "they do not hold the same weights"
+            )
+            message = (
+                f"engine and trainer differ by {gap:.3g} in their log-probs of the canary, allowed is {self.tolerance:g}: "
+                f"{what}, although every byte arrived."
+            )
+            raise fail("R503", "sync", message)
+        old = self.committed
+        if old is None or self.said is None or old.version == payload.version:
+            return
+        moved = distance(payload.expected, old.expected)
+        if said == self.said and moved > self.tolerance * _REPEATS:
+            message = f"the trainer's log-probs of the canary moved by {moved:.3g}, the engine's not at all: it still has version {old.version}."
+            raise fail("R503", "sync", message)
+
+
+def check_fit(facts: Mapping[str, Any], config: Mapping[str, Any], adapter: bool) -> None:
+    """Raise if a server cannot serve this run: another model, another dtype, other log-probs."""
+    wanted = {
+        "dtype": (config["dtype"], facts["dtype"], "--dtype"),
+        "logprobs_mode": (
+            "processed_logprobs",
+            facts["logprobs_mode"].rpartition(".")[2].lower(),
+            "--logprobs-mode",
+        ),
+    }
+    if not adapter:
+        wanted["backend"] = (config.get("backend", BACKEND), facts["backend"], "--weight-transfer-config")
+    for key, (expected, found, option) in wanted.items():
+        if expected != found:
+            message = f"the server has {key} {found!r}, this run needs {expected!r}."
+            raise fail("R506", "sync", message, fix=f"start it with {option} as docs/vllm.md shows")
+    if adapter and not facts["lora"]:
+        raise fail("R506", "sync", "the server was not started with --enable-lora.")
+    for key in _CONFIG_KEYS:
+        expected, found = config.get(key), facts["config"].get(key)
+        if expected != found and None not in (expected, found):
+            message = f"the server has another model: {key} is {found!r} there, {expected!r} here."
+            raise fail("R506", "sync", message, fix="start it with this run's model folder")
+
+
+def distance(some: Sequence[float], others: Sequence[float]) -> float:
+    """The largest difference; NaN if one of them is."""
+    gaps = [abs(a - b) for a, b in zip(some, others, strict=True)]
+    return float("nan") if any(gap != gap for gap in gaps) else max(gaps)
+
+
+def _finding(error: Exception) -> Finding:
+    if isinstance(error, ShardproofError):
+        return error.findings[0]
+    if isinstance(error, Refused):
+        return Finding("R505", "sync", f"the server refused: {error}.")
+    return Finding("R505", "sync", f"the server is gone or late: {error}.")

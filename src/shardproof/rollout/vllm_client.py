@@ -1,0 +1,151 @@
+"""A small HTTP client for a vLLM server: over TCP or a Unix socket, every call with a deadline."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+from urllib.parse import urlsplit
+
+_MOST_CONNECTIONS = 64
+_ERROR_CHARACTERS = 400
+
+
+class Unreachable(Exception):
+    """Nobody listens, the connection broke, or no answer came in time."""
+
+
+class Refused(Exception):
+    """The server answered with an error. `status` is HTTP's."""
+
+    def __init__(self, status: int, text: str):
+        self.status = status
+        super().__init__(text)
+
+
+class Deadline:
+    """Seconds that several calls share."""
+
+    def __init__(self, seconds: float):
+        self.seconds = seconds
+        self._end = time.monotonic() + seconds
+
+    @property
+    def left(self) -> float:
+        """What is left, never less than a millisecond."""
+        return max(self._end - time.monotonic(), 1e-3)
+
+    @property
+    def over(self) -> bool:
+        return time.monotonic() >= self._end
+
+
+class VllmClient:
+    """Calls of one server. `url` is http://host:port or unix:/path."""
+
+    def __init__(self, url: str):
+        self.url = url
+
+    def get(self, path: str, deadline: Deadline) -> Any:
+        return self._call("GET", path, None, deadline)
+
+    def post(self, path: str, body: Any, deadline: Deadline) -> Any:
+        return self._call("POST", path, body, deadline)
+
+    def post_all(self, path: str, bodies: Sequence[Any], deadline: Deadline) -> list[Any]:
+        """The answers to all bodies, in their order; they are sent side by side, so that vLLM batches them."""
+        num = min(len(bodies), _MOST_CONNECTIONS)
+        if not num:
+            return []
+
+        def send(first: int) -> list[Any]:
+            # One connection a thread and a batch: a server closes idle ones, and a kept one would then fail a call.
+            with self._connection(deadline) as connection:
+                return [_exchange(connection, "POST", path, body, deadline) for body in bodies[first::num]]
+
+        with ThreadPoolExecutor(num) as pool:
+            parts = list(pool.map(send, range(num)))
+        return [parts[k % num][k // num] for k in range(len(bodies))]
+
+    def rpc(self, method: str, deadline: Deadline) -> list[Any]:
+        """The result of a worker's method, from every worker."""
+        return self.post("/collective_rpc", {"method": method}, deadline)["results"]
+
+    def is_up(self) -> bool:
+        """Whether the server answers its health check within a second."""
+        try:
+            self.get("/health", Deadline(1.0))
+        except (Unreachable, Refused):
+            return False
+        return True
+
+    def _call(self, method: str, path: str, body: Any, deadline: Deadline) -> Any:
+        with self._connection(deadline) as connection:
+            return _exchange(connection, method, path, body, deadline)
+
+    @contextlib.contextmanager
+    def _connection(self, deadline: Deadline) -> Iterator[http.client.HTTPConnection]:
+        """A connection for a few calls; whatever breaks it is one kind of error."""
+        connection = self._connect()
+        try:
+            connection.timeout = deadline.left
+            yield connection
+        except TimeoutError as error:
+            raise Unreachable(f"no answer from {self.url} within {deadline.seconds:g} s") from error
+        except (OSError, http.client.HTTPException) as error:
+            raise Unreachable(f"{self.url}: {type(error).__name__}: {error}") from error
+        finally:
+            connection.close()
+
+    def _connect(self) -> http.client.HTTPConnection:
+        if self.url.startswith("unix:"):
+            return _UnixConnection(self.url.removeprefix("unix:"))
+        parts = urlsplit(self.url)
+        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        return kind(parts.hostname or "", parts.port)
+
+
+class _UnixConnection(http.client.HTTPConnection):
+    def __init__(self, path: str):
+        super().__init__("localhost")
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(self._path)
+
+
+def _exchange(
+    connection: http.client.HTTPConnection, method: str, path: str, body: Any, deadline: Deadline
+) -> Any:
+    """One request and its answer."""
+    payload = None if body is None else json.dumps(body).encode()
+    headers = {"Content-Type": "application/json"} if payload is not None else {}
+    if connection.sock is not None:
+        connection.sock.settimeout(deadline.left)
+    connection.request(method, path, payload, headers)
+    response = connection.getresponse()
+    raw = response.read()
+    if response.status != 200:
+        raise Refused(response.status, _error_text(raw) or response.reason)
+    try:
+        return json.loads(raw) if raw else None
+    except ValueError:
+        return raw.decode(errors="replace")
+
+
+def _error_text(raw: bytes) -> str:
+    """The message of vLLM's error object, or the beginning of whatever came."""
+    try:
+        data = json.loads(raw)
+        found = data.get("error", data.get("detail", data))
+        text = found.get("message", found) if isinstance(found, dict) else found
+    except (ValueError, AttributeError):
+        text = raw.decode(errors="replace")
+    return str(text).strip()[:_ERROR_CHARACTERS]

@@ -1,0 +1,222 @@
+"""vLLM as a rollout engine: rank 0 talks to the server, the other ranks hand it their requests."""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+import tempfile
+import time
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from shardproof.dist.collectives import exchange, together
+from shardproof.dist.deadline import deadline, mesh_groups
+from shardproof.errors import fail
+from shardproof.export.manifest import ExportReceipt
+from shardproof.export.pretrained import save_pretrained
+from shardproof.export.shared import SharedWeights
+from shardproof.export.stream import WeightStream
+from shardproof.rollout.engine import Completion, Request, Sampling
+from shardproof.rollout.sync import CANARY_TOKENS, GENERATE, TOLERANCE, Delivered, Delivery, Proof
+from shardproof.rollout.vllm_client import Deadline, Refused, Unreachable
+from shardproof.rollout.vllm_server import Served, VllmServer, VllmSettings
+from shardproof.shard.sharded_model import ShardedModel
+from shardproof.train.score import logprobs
+
+_MARGIN_S = 60.0
+_PRIME = 7919
+
+
+class VllmEngine:
+    """A vLLM server that samples from the policy's weights. Collective: every rank makes it."""
+
+    def __init__(
+        self, policy: ShardedModel, settings: VllmSettings | None = None, tolerance: float | None = None
+    ):
+        self.policy = policy
+        self.settings = settings or VllmSettings()
+        self.version = -1
+        self.proof: Proof | None = None
+        self._adapter = policy.has_lora and self.settings.lora == "adapter"
+        self._dtype = str(policy.settings.compute_dtype).removeprefix("torch.")
+        self._tokens = canary_tokens(policy.model.config.get_text_config().vocab_size)
+        self._buffers: list[SharedWeights] = []
+        self._folder: Path | None = None
+        self.delivery: Delivery | None = None  # on rank 0
+        with together("rollout"):
+            if dist.get_rank() == 0:
+                self.delivery = self._connect(tolerance or TOLERANCE[self._dtype])
+
+    def _connect(self, tolerance: float) -> Delivery:
+        """Start or find the server. Rank 0 alone."""
+        self._folder = Path(tempfile.mkdtemp(prefix="shardproof-"))
+        server = VllmServer(self.settings, self._served())
+        # A run that fails before it closes its engine leaves no server behind.
+        weakref.finalize(self, server.stop)
+        server.ensure_up()
+        config = self.policy.model.config.get_text_config().to_dict() | {"dtype": self._dtype}
+        return Delivery(server, f"shardproof-{secrets.token_hex(4)}", self._tokens, tolerance, config)
+
+    def _served(self) -> Served:
+        folder, rank = self.policy.folder, None
+        if self._adapter:
+            if folder is None:
+                raise fail(
+                    "C001",
+                    "rollout",
+                    "rollout.vllm.lora='adapter' needs a checkpoint that vLLM can load the base from.",
+                )
+            rank = max(getattr(config, "r", 0) for config in self.policy.model.peft_config.values())
+        elif folder is None:
+            assert self._folder is not None
+            folder = self._folder / "config"
+            self.policy.model.config.save_pretrained(folder)
+        return Served(
+            folder, self._dtype, self.policy.device.type, rank, self.policy.settings.trust_remote_code
+        )
+
+    @property
+    def server(self) -> VllmServer:
+        """The server. Rank 0 alone."""
+        assert self.delivery is not None
+        return self.delivery.server
+
+    @property
+    def canary_gap(self) -> float | None:
+        """What the last sync's canary measured."""
+        return self.proof.gap if self.proof is not None else None
+
+    def load_weights(self, stream: WeightStream) -> ExportReceipt:
+        """Bring the policy's weights to the server and prove that they arrived, or leave it with the ones it had.
+
+        Collective: every rank. Memory: the payload twice on rank 0's host, the committed one and the one on its way.
+        """
+        if stream.policy is not self.policy:
+            raise fail("C001", "rollout", "the stream is of another policy than the engine was made for.")
+        started = time.perf_counter()
+        receipt, payload = self._pack_adapter() if self._adapter else self._pack_weights()
+        written = time.perf_counter() - started
+        (expected,) = logprobs(self.policy, [self._tokens])
+        scored = time.perf_counter() - started - written
+        outcome: list[Any] = [None, None]
+        with (
+            self._deadline(2 * self.settings.sync_timeout_s + self.settings.start_timeout_s),
+            together("sync"),
+        ):
+            if self.delivery is not None:
+                delivered = Delivered(receipt.version, expected.tolist(), **payload)
+                proof = self.delivery.deliver(delivered, self.settings.sync_timeout_s)
+                outcome = [proof.gap, {"write": written, "canary/trainer": scored, **proof.seconds}]
+        gap, seconds = exchange(outcome)[0]
+        self.proof = Proof(receipt.version, gap, seconds)
+        self.version = receipt.version
+        # The payload that was committed stays; the next one is written beside it.
+        self._buffers.reverse()
+        return receipt
+
+    def _pack_weights(self) -> tuple[ExportReceipt, dict[str, Any]]:
+        """Write the payload to shared memory. Collective: every rank."""
+        if len(self._buffers) < 2:
+            self._buffers.insert(0, SharedWeights(self.policy, self.policy.settings.compute_dtype))
+        receipt = self._buffers[0].write()
+        digests = receipt.manifest.digests
+        manifest = [
+            (meta.name, str(meta.dtype).removeprefix("torch."), list(meta.shape), digests.get(meta.name))
+            for meta in receipt.manifest.tensors
+        ]
+        return receipt, {"update": {"address": self._buffers[0].address.to_json(), "manifest": manifest}}
+
+    def _pack_adapter(self) -> tuple[ExportReceipt, dict[str, Any]]:
+        """Write the adapter as a folder that vLLM loads. Collective: every rank."""
+        root = exchange(str(self._folder) if self._folder is not None else None)[0]
+        folder = Path(root) / f"adapter-{self.policy.version}"
+        receipt = save_pretrained(self.policy, folder, self.policy.settings.compute_dtype, merge_lora=False)
+        return receipt, {"adapter": str(folder)}
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
+        """Complete every rank's requests, each under its own seed. Collective: every rank, possibly with no request."""
+        rows = exchange([[list(request.tokens), request.seed] for request in requests])
+        # Ranks of one sequence-parallel group ask for the same; what is asked twice is sampled once.
+        index = {(tuple(tokens), seed): None for row in rows for tokens, seed in row}
+        answers: list[Any] = []
+        with (
+            self._deadline(self.settings.request_timeout_s + self.settings.sync_timeout_s),
+            together("generate"),
+        ):
+            if self.delivery is not None:
+                answers = self._sample(list(index), sampling)
+        answers = exchange(answers)[0]
+        found = {
+            key: Completion(tuple(a[0]), tuple(a[1]), *a[2:]) for key, a in zip(index, answers, strict=True)
+        }
+        return [found[(tuple(request.tokens), request.seed)] for request in requests]
+
+    def _sample(self, asked: list[tuple[tuple[int, ...], int]], sampling: Sampling) -> list[list[Any]]:
+        """[tokens, log-probs, finished, version] for each request. Rank 0 alone."""
+        assert self.delivery is not None
+        self.delivery.ensure_current(self.settings.sync_timeout_s)
+        committed = self.delivery.committed
+        assert committed is not None
+        bodies = [_body(tokens, seed, sampling) for tokens, seed in asked]
+        if committed.adapter is not None:
+            bodies = [body | {"model": self.delivery.label(committed)} for body in bodies]
+        limit = Deadline(self.settings.request_timeout_s)
+        try:
+            replies = self.server.client.post_all(GENERATE, bodies, limit)
+            self.delivery.check_unchanged(limit.left)
+        except Unreachable as error:
+            raise fail("R505", "generate", f"the server is gone or late: {error}.") from error
+        except Refused as error:
+            raise fail("R506", "generate", f"the server refused a request: {error}.") from error
+        return [self._read(reply, sampling) for reply in replies]
+
+    def _read(self, reply: dict[str, Any], sampling: Sampling) -> list[Any]:
+        assert self.delivery is not None
+        (choice,) = reply["choices"]
+        tokens = choice["token_ids"]
+        values = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+        if choice["finish_reason"] not in ("stop", "length") or len(values) != len(tokens) or not tokens:
+            message = (
+                f"the server ended a request with {choice['finish_reason']!r} after {len(tokens)} tokens."
+            )
+            raise fail("R505", "generate", message)
+        # The oldest weights that any of its tokens came from.
+        versions = [self.delivery.version_of(span["version"]) for span in choice["weight_versions"]]
+        return [tokens, values, tokens[-1] in sampling.stop_ids, min(versions)]
+
+    def _deadline(self, seconds: float) -> Any:
+        return deadline("sync", "R505", seconds + _MARGIN_S, mesh_groups(self.policy.mesh))
+
+    def close(self) -> None:
+        """Stop the server if the run started it, and give the memory back."""
+        for buffer in self._buffers:
+            buffer.close()
+        self._buffers = []
+        if self.delivery is not None:
+            self.delivery.server.stop()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def canary_tokens(vocab_size: int) -> list[int]:
+    """Tokens from all over the vocabulary, the same in every run."""
+    return [(17 + k * _PRIME) % vocab_size for k in range(CANARY_TOKENS)]
+
+
+def _body(tokens: Sequence[int], seed: int, sampling: Sampling) -> dict[str, Any]:
+    params = {
+        "max_tokens": sampling.max_new_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "seed": seed,
+        "logprobs": 0,
+        # The run says where completions end; what the checkpoint's generation config says does not count.
+        "ignore_eos": True,
+        "stop_token_ids": list(sampling.stop_ids),
+        "detokenize": False,
+    }
+    return {"token_ids": list(tokens), "sampling_params": params}

@@ -1,0 +1,276 @@
+"""Starting, finding and stopping a vLLM server. Only rank 0 does any of it."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import ipaddress
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from shardproof.errors import fail
+from shardproof.rollout.vllm_client import Deadline, VllmClient
+from shardproof.rollout.vllm_plugin import BACKEND, EXTENSION
+
+_STOP_S = 10.0
+_LOG_LINES = 12
+_ADAPTER_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # the ones vLLM has
+# What torchrun sets for the trainer's ranks means something else to vLLM's processes.
+_NOT_INHERITED = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
+
+
+@dataclass(frozen=True)
+class VllmSettings:
+    """How vLLM runs and how long anybody waits for it."""
+
+    mode: str = "colocated"  # "colocated": a child of rank 0 on a Unix socket; "server": over HTTP
+    url: str | None = None  # of a server that is already running; None: the run starts one
+    host: str = "127.0.0.1"  # what a server that the run starts binds
+    port: int = 0  # 0: a free one
+    allow_remote: bool = False  # bind or use an address that other machines reach
+    transport: str = "shared"  # "shared" memory; vLLM's own "nccl" and "ipc" are experimental
+    lora: str = "merge"  # "merge": into the weights; "adapter": served by vLLM beside the base
+    enforce_eager: bool | None = None  # None: eager on CPU, where compiling costs more than it gives
+    max_model_len: int | None = None
+    tensor_parallel_size: int = 1
+    gpu_memory_utilization: float = 0.4  # the trainer has the rest
+    kv_cache_gib: int = 1  # on CPU
+    args: Sequence[str] = ()  # further arguments of `vllm serve`
+    log: str | None = None  # where a started server writes; None: a file that is deleted with it
+    start_timeout_s: float = 600.0
+    sync_timeout_s: float = 600.0
+    request_timeout_s: float = 1800.0
+
+
+@dataclass(frozen=True)
+class Served:
+    """What a server is asked to serve."""
+
+    folder: Path  # with a config.json
+    dtype: str
+    device: str  # "cpu" or "cuda"
+    adapter_rank: int | None = None  # of the adapters that it will serve; None: none
+
+
+def check_settings(settings: VllmSettings) -> None:
+    """Raise for settings that cannot work or that open the server to other machines by mistake."""
+    if settings.url is not None and settings.mode != "server":
+        message = f"rollout.vllm.url is for mode='server', not for mode={settings.mode!r}."
+        raise fail("C001", "rollout", message, fix="set rollout.vllm.mode to server, or remove the url")
+    if settings.url is not None and urlsplit(settings.url).scheme not in ("http", "https", "unix"):
+        message = f"rollout.vllm.url={settings.url!r} begins with neither http:// nor unix:."
+        raise fail(
+            "C001", "rollout", message, fix="write it like http://127.0.0.1:8000 or unix:/run/vllm.sock"
+        )
+    if settings.mode == "colocated" or (settings.url or "").startswith("unix:"):
+        return
+    host = urlsplit(settings.url).hostname or "" if settings.url is not None else settings.host
+    if _is_loopback(host):
+        return
+    if not settings.allow_remote:
+        message = f"the vLLM server at {host!r} can be reached from other machines, and its weight routes ask for no key."
+        fix = "use 127.0.0.1, or set rollout.vllm.allow_remote=true on a network that you trust"
+        raise fail("C001", "rollout", message, fix=fix)
+    warnings.warn(
+        f"the vLLM server at {host!r} can be reached from other machines; whoever reaches it can replace its weights "
+        "and call any method of its workers.",
+        stacklevel=2,
+    )
+    if settings.url is not None and settings.transport == "shared":
+        message = f"rollout.vllm.url={settings.url!r} is another host; shared memory ends at this one."
+        raise fail(
+            "C001",
+            "rollout",
+            message,
+            fix="run the server on rank 0's host, or set rollout.vllm.transport=nccl",
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+class VllmServer:
+    """A server that this process started, or one that was there already."""
+
+    def __init__(self, settings: VllmSettings, served: Served):
+        check_settings(settings)
+        self.settings = settings
+        self.served = served
+        self.process: subprocess.Popen[bytes] | None = None
+        self.num_starts = 0
+        self._folder: Path | None = None
+        self.client = VllmClient(settings.url or "")
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether this process starts and stops it."""
+        return self.settings.url is None
+
+    @property
+    def has_died(self) -> bool:
+        """Whether it is ours and was started and is not running any more."""
+        return self.process is not None and self.process.poll() is not None
+
+    def ensure_up(self, seconds: float | None = None) -> None:
+        """Start the server if it is ours and not running, and wait until it answers.
+
+        Raises after the setting for starts, or after `seconds` if there was nothing to start.
+        """
+        if self.is_ours and (self.process is None or self.has_died):
+            self._start()
+            seconds = None
+        deadline = Deadline(seconds or self.settings.start_timeout_s)
+        while not self.client.is_up():
+            if self.has_died:
+                code = self.process.returncode if self.process is not None else None
+                message = f"the vLLM server ended with exit code {code} while it started. It wrote:\n{self.log_tail()}"
+                raise fail("R505", "rollout", message)
+            if deadline.over:
+                tail = f" It wrote:\n{self.log_tail()}" if self.is_ours else ""
+                message = f"no vLLM server answers at {self.client.url} within {deadline.seconds:g} s.{tail}"
+                raise fail("R505", "rollout", message)
+            time.sleep(0.1)
+
+    def _start(self) -> None:
+        if importlib.util.find_spec("vllm") is None:
+            raise fail(
+                "R505",
+                "rollout",
+                "vLLM is not installed.",
+                fix="pip install 'shardproof[vllm]', or `make vllm` for CPU",
+            )
+        self.stop()
+        self._folder = Path(tempfile.mkdtemp(prefix="shardproof-vllm-"))  # mode 0700
+        where = self._where()
+        command = [sys.executable, "-m", "shardproof.rollout.vllm_child", str(os.getpid())]
+        with open(self.log_path, "ab") as log:
+            self.process = subprocess.Popen(
+                [*command, *where, *arguments(self.settings, self.served)],
+                env=environment(self.settings, self.served),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        self.num_starts += 1
+
+    def _where(self) -> list[str]:
+        """The arguments that say where the server listens, and the client for it."""
+        assert self._folder is not None
+        if self.settings.mode == "colocated":
+            path = str(self._folder / "socket")
+            self.client = VllmClient(f"unix:{path}")
+            return ["--uds", path]
+        port = self.settings.port or _free_port(self.settings.host)
+        self.client = VllmClient(f"http://{self.settings.host}:{port}")
+        return ["--host", self.settings.host, "--port", str(port)]
+
+    @property
+    def log_path(self) -> Path:
+        """Where a started server writes."""
+        if self.settings.log is not None:
+            return Path(self.settings.log)
+        return (self._folder or Path(tempfile.gettempdir())) / "log"
+
+    def log_tail(self) -> str:
+        """The last lines that a started server wrote."""
+        try:
+            lines = self.log_path.read_text(errors="replace").splitlines()
+        except OSError:
+            return "(nothing)"
+        telling = [line for line in lines if "Error" in line] or lines
+        return "\n".join(telling[-_LOG_LINES:])
+
+    def stop(self) -> None:
+        """End a server that this process started, and everything it started. One that was there before is left."""
+        process, self.process = self.process, None
+        if process is not None:
+            if process.poll() is None:
+                process.terminate()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(_STOP_S)
+            # Its own children are in its session; they do not always follow it.
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
+
+
+def arguments(settings: VllmSettings, served: Served) -> list[str]:
+    """The arguments of `vllm serve` for a server whose weights come from a trainer. docs/vllm.md explains them."""
+    backend = BACKEND if settings.transport == "shared" else settings.transport
+    found = [
+        *("--model", str(served.folder), "--dtype", served.dtype),
+        # Until the first sync there is nothing in it that looks like the model. An adapter needs its base.
+        *("--load-format", "dummy" if served.adapter_rank is None else "auto"),
+        *("--skip-tokenizer-init", "--enable-scale-out"),
+        *("--weight-transfer-config", f'{{"backend": "{backend}"}}'),
+        *("--worker-extension-cls", EXTENSION, "--logprobs-mode", "processed_logprobs"),
+        *("--tensor-parallel-size", str(settings.tensor_parallel_size)),
+    ]
+    found += ["--enforce-eager"] if _is_eager(settings, served) else []
+    if settings.max_model_len is not None:
+        found += ["--max-model-len", str(settings.max_model_len)]
+    if served.device != "cpu":
+        found += ["--gpu-memory-utilization", str(settings.gpu_memory_utilization)]
+    if served.adapter_rank is not None:
+        # Two adapters have a place: the one that is served, and the one that a sync brings.
+        rank = min(r for r in _ADAPTER_RANKS if r >= served.adapter_rank)
+        found += ["--enable-lora", "--max-lora-rank", str(rank), "--max-loras", "2"]
+    return [*found, *settings.args]
+
+
+def _is_eager(settings: VllmSettings, served: Served) -> bool:
+    return settings.enforce_eager if settings.enforce_eager is not None else served.device == "cpu"
+
+
+def environment(settings: VllmSettings, served: Served) -> dict[str, str]:
+    """The environment of a started server."""
+    inherited = {
+        key: value
+        for key, value in os.environ.items()
+        if key not in _NOT_INHERITED and not key.startswith("TORCHELASTIC_")
+    }
+    defaults = {
+        "VLLM_CPU_KVCACHE_SPACE": str(settings.kv_cache_gib),
+        "VLLM_NO_USAGE_STATS": "1",
+        # The trainer's ranks need the cores too; threads that are bound to cores would keep them.
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    }
+    if _is_eager(settings, served):
+        # The sampler compiles helpers of its own even then, for 20 s before the first answer.
+        defaults["TORCHDYNAMO_DISABLE"] = "1"
+    # The weight routes exist in this mode only.
+    return defaults | inherited | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+
+
+def _free_port(host: str) -> int:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.bind((host, 0))
+        return probe.getsockname()[1]
