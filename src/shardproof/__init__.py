@@ -13,6 +13,7 @@ _EXPORTS = {
     "ShardedModel": "shardproof.shard.sharded_model",
     "LoadReceipt": "shardproof.shard.sharded_model",
     "attest": "shardproof.shard.attest",
+    "AttestCallback": "shardproof.doctor.callback",
     "RandomInit": "shardproof.checkpoint.source",
     "logprobs": "shardproof.train.score",
     "values": "shardproof.train.score",
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from shardproof.dist.deadline import deadline
     from shardproof.dist.launch import init_distributed
     from shardproof.dist.mesh import make_mesh
+    from shardproof.doctor.callback import AttestCallback
     from shardproof.errors import (
         ConfigError,
         ExportFault,
