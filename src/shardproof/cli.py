@@ -15,7 +15,7 @@ from shardproof.doctor.commands import CountingCommand, doctor
 from shardproof.errors import ConfigError, ShardproofError
 
 _EXPLAINED = (2, 3)  # exit codes of ranks that print their findings
-_PATIENCE_S = 600  # for the step and the checkpoint that ranks finish after a signal
+_PATIENCE_S = 180  # for the step and the checkpoint that ranks finish after a signal
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 app.command(cls=CountingCommand)(doctor)
@@ -111,10 +111,14 @@ def run_rank(recipe_json: str) -> dict[str, float]:
     """One rank's run."""
     import torch.distributed as dist
 
+    from shardproof.rl.loop import Stopped
     from shardproof.rl.loop import train as run_recipe
 
     try:
         return run_recipe(from_json(recipe_json))
+    except Stopped as stop:
+        # An exit, not a return: an agent that got a signal too no longer reads what its ranks return.
+        raise SystemExit(128 + stop.number) from None
     except ShardproofError as error:
         if not dist.is_initialized() or dist.get_rank() == 0:
             print(error, file=sys.stderr)

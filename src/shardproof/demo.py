@@ -1,79 +1,78 @@
-"""`make demo`: build a tiny model, load it on two ranks, print what each rank can prove about it."""
+"""`make demo`: two ranks load a tiny model, prove what they hold, and teach it to add, on a CPU, without a network."""
 
 from __future__ import annotations
 
 import os
 import sys
-import tempfile
+import time
 from pathlib import Path
 
-NUM_RANKS = 2
+from shardproof.config.load import from_json, load_recipe, to_json
+from shardproof.config.schema import Recipe
+
+SHOWN = ("model.embed_tokens.weight", "model.layers.0.mlp.gate_proj.weight", "model.rotary_emb.inv_freq")
 
 
 def main() -> None:
-    """Start the ranks through torch's elastic agent; each runs `run_rank`."""
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    """Start the ranks of the recipe that is named; each runs `run_rank`."""
+    from shardproof.dist.launch import start_ranks
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    with tempfile.TemporaryDirectory(prefix="shardproof-demo-") as folder:
-        build_checkpoint(Path(folder))
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=NUM_RANKS,
-            run_id="demo",
-            rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",
-            max_restarts=0,
-        )
-        elastic_launch(config, run_rank)(folder)
+    recipe_path, *overrides = sys.argv[1:]
+    recipe = load_recipe(recipe_path, overrides)
+    started = time.monotonic()
+    start_ranks(run_rank, to_json(recipe), num_ranks=recipe.train.ranks or 2)
+    print_outcome(recipe, time.monotonic() - started)
 
 
-def build_checkpoint(folder: Path) -> None:
-    """A tiny mixture-of-experts checkpoint in the layout of the hub: one tensor an expert, several files."""
-    import torch
-    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+def run_rank(recipe_json: str) -> None:
+    """Show what this rank can prove about the model, then train it."""
+    import torch.distributed as dist
 
-    config = Qwen3MoeConfig(
-        vocab_size=512,
-        hidden_size=64,
-        intermediate_size=128,
-        moe_intermediate_size=32,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_experts=8,
-        num_experts_per_tok=2,
-    )
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder, max_shard_size="300KB")
+    from shardproof.rl.loop import train
+
+    recipe = from_json(recipe_json)
+    print_attestation(recipe)
+    train(recipe)
+    dist.destroy_process_group()
 
 
-def run_rank(folder: str) -> None:
-    """Load the checkpoint on this rank, attest it, and compare one forward with the other rank."""
+def print_attestation(recipe: Recipe) -> None:
+    """Load the model, compare it across the ranks, and print who wrote what. Collective: every rank."""
     import torch
     import torch.distributed as dist
 
     import shardproof as sp
 
-    policy = sp.load(folder, device="cpu", compute_dtype=torch.float32)
+    policy = sp.load(recipe.model.path, strategy=recipe.model.strategy, compute_dtype=torch.float32)
     findings = sp.attest(policy)
-    with torch.no_grad():
-        logits = policy.module(input_ids=torch.arange(16).view(1, 16)).logits
     for rank in range(dist.get_world_size()):
         dist.barrier()
         if rank == dist.get_rank():
             print(f"\nrank {rank}: {policy.receipt}")
-            for name in ("model.embed_tokens.weight", "model.layers.0.mlp.experts.gate_up_proj"):
+            for name in SHOWN:
                 print(f"  {name}\n    <- {policy.provenance[name]}")
-            print(f"  model.rotary_emb.inv_freq\n    <- {policy.provenance['model.rotary_emb.inv_freq']}")
             sys.stdout.flush()
     dist.barrier()
     if dist.get_rank() == 0:
-        print(f"\nattestation: {len(findings)} findings; logits finite: {bool(torch.isfinite(logits).all())}")
-        for finding in findings:
-            print(finding)
-    dist.destroy_process_group()
+        print(f"\nattestation: {len(findings)} findings", *findings, sep="\n", flush=True)
+
+
+def print_outcome(recipe: Recipe, seconds: float) -> None:
+    """What the run learned, and where it can be looked at."""
+    import json
+
+    folder = Path(recipe.output.folder)
+    rows = [json.loads(line)["metrics"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rewards = [row["reward/mean"] for row in rows]
+    held_out = [row["eval/reward"] for row in rows if "eval/reward" in row]
+    first, last = sum(rewards[:5]) / 5, sum(rewards[-5:]) / 5
+    print(f"\n{recipe.algorithm.name}, {len(rows)} steps, {recipe.train.ranks} ranks, {seconds:.0f} s")
+    print(f"mean reward of sampled answers: {first:.2f} in the first five steps, {last:.2f} in the last five")
+    if held_out:
+        print(f"held-out prompts, greedy: {held_out[0]:.2f} first, {held_out[-1]:.2f} last")
+    print(f"report: {folder / 'report.html'}")
+    print(f"model:  {folder / 'model'}")
 
 
 if __name__ == "__main__":

@@ -213,6 +213,13 @@ class Recipe(Section):
             raise ValueError(problem)
         return self
 
+    @property
+    def canary_tolerance(self) -> float:
+        """How far log-probs of engine and trainer may be apart after a sync."""
+        if self.rollout.canary_tolerance is not None:
+            return self.rollout.canary_tolerance
+        return 1e-3 if self.model.compute_dtype == "float32" else 0.5
+
 
 GROUPED = ("grpo", "dr_grpo", "dapo", "rloo", "gspo", "cispo")
 

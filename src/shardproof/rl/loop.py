@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from shardproof.rl.experience import Experience, collect, sample_groups
 from shardproof.rl.folder import claim_folder, go_on, note, report, save, save_model, write_samples
 from shardproof.rl.imitation import demonstrate, held_out_loss
 from shardproof.rl.loggers import JsonLines, Logger, Progress, TensorBoard
-from shardproof.rl.setup import Run, set_up
+from shardproof.rl.setup import Run, Trained, set_up
 from shardproof.rollout.engine import Request, Sampling
 from shardproof.train.batching import Batch, weigh
 from shardproof.train.loss import value
@@ -29,11 +30,12 @@ from shardproof.train.score import logprobs
 from shardproof.train.step import StepResult, train_step
 
 _CANARY_TOKENS = 8
-_CANARY_TOLERANCE, _CANARY_TOLERANCE_HALF = 1e-3, 0.5
 
 
 def train(recipe: Recipe, loggers: Sequence[Logger] = ()) -> dict[str, float]:
     """Run a recipe on this rank, from its start or from its last checkpoint; returns the last step's metrics.
+
+    SIGTERM and SIGINT save and raise `Stopped` on every rank; the same recipe then goes on.
 
     Collective: every rank.
     """
@@ -57,7 +59,7 @@ def _train(run: Run, folder: Path, stop: _StopFlag, loggers: Sequence[Logger]) -
     outputs = [*loggers, *_make_loggers(run.recipe, folder, step)] if dist.get_rank() == 0 else []
     note(folder, step, "receipt", str(run.policy.model.receipt))
     metrics = sync(run, step, folder)
-    stopping = False
+    stopping = 0
     try:
         while step < run.recipe.train.steps and not stopping:
             metrics = one_step(run, step, folder)
@@ -66,14 +68,17 @@ def _train(run: Run, folder: Path, stop: _StopFlag, loggers: Sequence[Logger]) -
                 metrics |= evaluate(run, step)
             for each in outputs:
                 each.log(step, metrics)
-            stopping = any(exchange(stop.set))
+            stopping = max(exchange(stop.number))
             if stopping or (output.save_every and step % output.save_every == 0):
                 save(run, folder, step)
                 saved = step
     finally:
         for each in outputs:
             each.close()
-    if not stopping and output.save_model:
+    if stopping:
+        report(folder)
+        raise Stopped(stopping, step)
+    if output.save_model:
         if saved < step:
             save(run, folder, step)
         save_model(run, folder, step)
@@ -86,10 +91,10 @@ def one_step(run: Run, step: int, folder: Path) -> dict[str, float]:
     started = time.perf_counter()
     experience = demonstrate(run) if run.imitates else collect(run, step)
     generated = time.perf_counter()
-    results = update(run, experience)
+    updates = update(run, experience)
     updated = time.perf_counter()
     metrics = experience.metrics | sync(run, step + 1, folder)
-    metrics |= _step_metrics(results)
+    metrics |= _step_metrics(updates)
     seconds = time.perf_counter() - started
     tokens = sum(exchange(sum(experience.batch.lengths))) / run.policy.model.sequence_parallel
     metrics |= {
@@ -98,7 +103,7 @@ def one_step(run: Run, step: int, folder: Path) -> dict[str, float]:
         "time/rollout": generated - started,
         "time/update": updated - generated,
     }
-    for result in results:
+    for result in (step for each in updates for step in each.steps):
         if not result.stepped:
             note(folder, step + 1, "skip", f"{result.reason}: rank {result.rank}, {result.tensor}")
     for error in experience.errors:
@@ -107,46 +112,51 @@ def one_step(run: Run, step: int, folder: Path) -> dict[str, float]:
     return metrics
 
 
-def update(run: Run, experience: Experience) -> list[StepResult]:
+@dataclass(frozen=True)
+class Update:
+    """What one update did to the policy and, where there is one, to the critic."""
+
+    policy: StepResult
+    critic: StepResult | None
+
+    @property
+    def steps(self) -> list[StepResult]:
+        return [self.policy] if self.critic is None else [self.policy, self.critic]
+
+
+def update(run: Run, experience: Experience) -> list[Update]:
     """The step's updates of policy and critic. Collective: every rank."""
     settings, train_settings = run.recipe.algorithm, run.recipe.train
     loss, facts = make_loss(settings), ALGORITHMS[settings.name]
-    results = []
+    options: dict[str, Any] = {
+        "micro_batch_tokens": train_settings.micro_batch_tokens,
+        "max_grad_norm": run.recipe.optimizer.max_grad_norm,
+        "max_consecutive_skips": train_settings.max_consecutive_skips,
+    }
+    updates = []
     for part in _mini_batches(run, experience):
-        share = run.policy.model.sequence_parallel
-        constant = None
-        if facts.weights == "constant":
-            constant = float(sum(exchange(len(part))) / share * run.sampling.max_new_tokens)
-        weighed = weigh(part, facts.weights, constant=constant, share=share)
-        options: dict[str, Any] = {
-            "micro_batch_tokens": train_settings.micro_batch_tokens,
-            "max_grad_norm": run.recipe.optimizer.max_grad_norm,
-            "max_consecutive_skips": train_settings.max_consecutive_skips,
-        }
-        if any(exchange(len(weighed))):
-            results.append(
-                train_step(
-                    run.policy.model,
-                    weighed,
-                    run.policy.optimizer,
-                    run.policy.scheduler,
-                    loss=loss,
-                    temperature=run.sampling.temperature,
-                    router_coef=settings.router_coef,
-                    **options,
-                )
-            )
-            if run.critic is not None:
-                critic = run.critic
-                train_step(
-                    critic.model,
-                    weighed,
-                    critic.optimizer,
-                    critic.scheduler,
-                    loss=value(settings.value_clip),
-                    **options,
-                )
-    return results
+        num_sequences = sum(exchange(len(part))) / run.policy.model.sequence_parallel
+        if not num_sequences:
+            continue
+        constant = num_sequences * run.sampling.max_new_tokens
+        weighed = weigh(part, facts.weights, constant=constant, share=run.policy.model.sequence_parallel)
+        stepped = _step(
+            run.policy,
+            weighed,
+            loss=loss,
+            temperature=run.sampling.temperature,
+            router_coef=settings.router_coef,
+            **options,
+        )
+        critic = None
+        if run.critic is not None:
+            critic = _step(run.critic, weighed, loss=value(settings.value_clip), **options)
+        updates.append(Update(stepped, critic))
+    return updates
+
+
+def _step(trained: Trained, batch: Batch, **options: Any) -> StepResult:
+    return train_step(trained.model, batch, trained.optimizer, trained.scheduler, **options)
 
 
 def _mini_batches(run: Run, experience: Experience) -> list[Batch]:
@@ -176,11 +186,7 @@ def sync(run: Run, step: int, folder: Path) -> dict[str, float]:
         note(folder, step, "finding", str(finding))
     synced = time.perf_counter()
     gap = run.engine.canary_gap if run.engine.canary_gap is not None else canary(run)
-    tolerance = run.recipe.rollout.canary_tolerance
-    if tolerance is None:
-        tolerance = (
-            _CANARY_TOLERANCE if policy.settings.compute_dtype == torch.float32 else _CANARY_TOLERANCE_HALF
-        )
+    tolerance = run.recipe.canary_tolerance
     if gap > tolerance:
         message = f"their log-probs of the canary differ by {gap:.3g}, allowed is {tolerance:g}."
         raise fail("R503", "sync", f"after version {policy.version} {message}")
@@ -223,18 +229,21 @@ def evaluate(run: Run, step: int) -> dict[str, float]:
     }
 
 
-def _step_metrics(results: Sequence[StepResult]) -> dict[str, float]:
-    if not results:
-        return {"skipped": 0.0, "updates": 0.0}
-    last = results[-1]
-    return {
-        **last.metrics,
-        "loss/total": last.loss,
-        "grad_norm": last.grad_norm,
-        "lr": last.lr,
-        "updates": float(sum(result.stepped for result in results)),
-        "skipped": float(sum(not result.stepped for result in results)),
+def _step_metrics(updates: Sequence[Update]) -> dict[str, float]:
+    """The last update's numbers, and how many updates were made."""
+    steps = [step for each in updates for step in each.steps]
+    metrics = {
+        "updates": float(sum(each.policy.stepped for each in updates)),
+        "skipped": float(sum(not step.stepped for step in steps)),
     }
+    if updates:
+        policy, critic = updates[-1].policy, updates[-1].critic
+        metrics |= policy.metrics
+        metrics |= {"loss/total": policy.loss, "grad_norm": policy.grad_norm, "lr": policy.lr}
+        if critic is not None:
+            metrics |= critic.metrics
+            metrics |= {"loss/value": critic.loss, "grad_norm/critic": critic.grad_norm}
+    return metrics
 
 
 def _make_loggers(recipe: Recipe, folder: Path, step: int) -> list[Logger]:
@@ -242,11 +251,19 @@ def _make_loggers(recipe: Recipe, folder: Path, step: int) -> list[Logger]:
     return [*loggers, TensorBoard(folder)] if recipe.output.tensorboard else loggers
 
 
+class Stopped(Exception):
+    """A signal ended the run after a whole step, and everything was saved."""
+
+    def __init__(self, number: int, step: int):
+        self.number = number
+        super().__init__(f"stopped by {signal.Signals(number).name} after step {step}")
+
+
 class _StopFlag:
-    """Inside the block SIGTERM and SIGINT set a flag; the loop then saves and stops at the end of its step."""
+    """Inside the block SIGTERM and SIGINT are noted; the loop then saves and stops at the end of its step."""
 
     def __init__(self) -> None:
-        self.set = False
+        self.number = 0  # of the signal
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> _StopFlag:
@@ -258,5 +275,5 @@ class _StopFlag:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def _raise_flag(self, *_: Any) -> None:
-        self.set = True
+    def _raise_flag(self, number: int, _: Any) -> None:
+        self.number = number

@@ -115,7 +115,7 @@ def make_engine(recipe: Recipe, policy: ShardedModel) -> Engine:
 
         given = recipe.rollout.vllm.model_dump()
         given["args"] += ["--trust-remote-code"] if recipe.model.trust_remote_code else []
-        return VllmEngine(policy, VllmSettings(**given), recipe.rollout.canary_tolerance)
+        return VllmEngine(policy, VllmSettings(**given), recipe.canary_tolerance)
     return EmbeddedEngine(policy) if recipe.rollout.engine == "embedded" else ShardedEngine(policy)
 
 

@@ -1,0 +1,51 @@
+"""Small runs of the real loop, and what they leave behind."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from shardproof.config.load import from_json, load_recipe, to_json
+
+RECIPES = Path(__file__).resolve().parents[2] / "recipes"
+TINY = RECIPES / "tiny.toml"
+SMALL = (
+    "train.steps=2",
+    "train.prompts_per_step=6",
+    "rollout.group_size=4",
+    "output.tensorboard=false",
+    "output.eval_every=2",
+    "output.eval_prompts=4",
+    "output.save_every=0",
+)
+
+
+def small_recipe(folder: Path, *overrides: str) -> str:
+    """The tiny recipe with a few steps of a few samples, as the ranks get it."""
+    return to_json(load_recipe(TINY, [*SMALL, f"output.folder={folder}", *overrides]))
+
+
+def run_recipe(recipe: str) -> dict[str, float]:
+    """One rank's run; module-level, for `run_ranks`."""
+    from shardproof.rl.loop import train
+
+    return train(from_json(recipe))
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def comparable(metrics: dict[str, float]) -> dict[str, float]:
+    """What must be the same in every run of the same recipe."""
+    return {k: v for k, v in metrics.items() if not k.startswith("time/") and k != "tokens_per_s"}
+
+
+def trajectory(folder: Path) -> list[dict[str, float]]:
+    return [comparable(line["metrics"]) for line in lines(folder / "metrics.jsonl")]
