@@ -1,0 +1,46 @@
+"""A vLLM server that outlives the tests that share it, and the tiny checkpoints that servers serve."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+# vLLM's own oneDNN dies of AVX512-FP16 instructions on machines where torch's does not; bf16 needs none of them.
+os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE_BF16"
+
+import pytest
+
+from shardproof.rollout.vllm_server import Served, VllmServer, VllmSettings
+from tests.models import make_checkpoint
+
+# vLLM's CPU attention wants heads of 32 or more; MoE kernels want multiples of 32.
+SHAPE = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "head_dim": 32}
+MODELS = {
+    "tied": ("qwen3_tied", {}),
+    "wide": ("qwen3", {"hidden_size": 96}),
+    "moe": ("qwen3_moe", {"moe_intermediate_size": 32}),
+}
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Folders of tiny checkpoints by name."""
+    root = tmp_path_factory.mktemp("models")
+    return {
+        name: str(make_checkpoint(root / name, family, **{**SHAPE, **extra}))
+        for name, (family, extra) in MODELS.items()
+    }
+
+
+@pytest.fixture(scope="session")
+def shared_server(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
+    """A server of the tied model on loopback that was there before any run, with the checkpoint's weights in it."""
+    log = tmp_path_factory.mktemp("server") / "log"
+    settings = VllmSettings(mode="server", max_model_len=128, args=["--load-format", "auto"], log=str(log))
+    server = VllmServer(settings, Served(Path(models["tied"]), "float32", "cpu"))
+    try:
+        server.ensure_up()
+        yield server
+    finally:
+        server.stop()
