@@ -19,7 +19,7 @@ from shardproof.errors import ConfigError
 from shardproof.findings import Finding
 from shardproof.shard.torch_private import local_tensor
 from tests.integration.test_report import HOSTILE, open_page, rows, text_of, tiles
-from tests.models import make_checkpoint
+from tests.models import EXTRA_FAMILIES, FAMILIES, make_checkpoint
 from tests.ranks import run_ranks
 
 STAGES = ["load", "attest", "score", "round trip", "step", "stream", "verify", "generate"]
@@ -88,6 +88,14 @@ def test_a_clean_model_is_silent(folders, family, role, layout):
     assert ("not trained" in notes["step"]) == (role == "reference")
     assert "from the trainer" in notes["generate"] or role == "critic"
     assert all(stage.seconds > 0 for stage in row.stages)
+
+
+@pytest.mark.parametrize(("index", "family"), enumerate((*FAMILIES, *EXTRA_FAMILIES)))
+def test_every_family_is_silent(tmp_path, index, family):
+    layout = (Layout(), replace(FP32, strategy="fsdp1"))[index % 2]
+    (row,) = report_of(make_request(str(make_checkpoint(tmp_path, family)), layout)).examinations
+    assert row.findings == [] and row.refused is None
+    assert [stage.name for stage in row.stages] == STAGES
 
 
 def test_the_buffer_table_has_every_rank(folders):
