@@ -130,8 +130,8 @@ def load_with_wrong_reads(source, strategy, times):
     """Rank 1 does the first read of one tensor `times` times."""
     real = materialise.list_runs
 
-    def list_runs(runs, start, stop):
-        found = real(runs, start, stop)
+    def list_runs(boxes, start, stop):
+        found = real(boxes, start, stop)
         if found[0].source == TENSOR and dist.get_rank() == 1:
             return found[:1] * times + found[1:]
         return found

@@ -189,8 +189,7 @@ def inspect_fsdp2():
     ]  # fmt: skip
     found["FSDPParam"] = missing(params[0], names)
     before = [isinstance(p.sharded_param, DTensor) and p.sharded_param.is_meta for p in params]
-    for param in params:
-        torch_private.allocate_fsdp2(param, torch.device("cpu"), pin_memory=False)
+    torch_private.allocate_fsdp2(params, torch.device("cpu"), pin_memory=False)
     held = dict(module.named_parameters(remove_duplicate=False))
     ranges = {name: torch_private.dtensor_range(param) for name, param in held.items()}
     numels = {name: param.to_local().numel() for name, param in held.items()}

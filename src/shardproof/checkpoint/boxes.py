@@ -9,6 +9,7 @@ raises `NotSliceable`, and the caller converts that one tensor whole.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from math import prod
 from typing import Any, NamedTuple
@@ -27,7 +28,7 @@ class Piece(NamedTuple):  # made by the ten thousand: a NamedTuple costs a fract
 
     start: tuple[int, ...]
     shape: tuple[int, ...]
-    source: str
+    source: Any  # a name, or an index into the names that the account is bound to
     source_start: tuple[int, ...]
     # For each dim of the result, the dim of the source it runs along; -1 for a dim that the source does not have.
     dims: tuple[int, ...]
@@ -52,23 +53,60 @@ class Slice(NamedTuple):
     target: Box
 
 
-_UNKNOWN = object()
+class _RunTable(NamedTuple):
+    """The runs of a tensor, sorted by start; the source is an index into the account's sources."""
+
+    start: list[int]
+    length: list[int]
+    source: list[int]
+    source_start: list[int]
 
 
 class BoxTensor:
-    """A tensor's provenance: shape, dtype and pieces. Immutable."""
+    """A tensor's provenance: shape, dtype and pieces. Immutable.
 
-    def __init__(self, shape: Sequence[int], dtype: torch.dtype, pieces: Sequence[Piece]):
+    Bound to names, it shares the pieces of the account it was bound from, whose sources are indices: layers that are
+    alike have one account.
+    """
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        pieces: Sequence[Piece],
+        names: Sequence[str] | None = None,
+        template: BoxTensor | None = None,
+    ):
         self.shape = torch.Size(shape)
         self.dtype = dtype
-        self.pieces = tuple(pieces)
-        self._runs: object = _UNKNOWN
+        self._pieces = tuple(pieces)
+        self._names = names
+        self._template = template
+        self._runs: _RunTable | None = None
+        self._runs_known = False
 
     @classmethod
-    def of_source(cls, name: str, shape: Sequence[int], dtype: torch.dtype) -> BoxTensor:
+    def of_source(cls, name: Any, shape: Sequence[int], dtype: torch.dtype) -> BoxTensor:
         zeros = (0,) * len(shape)
         whole = tuple(shape)
         return cls(whole, dtype, [Piece(zeros, whole, name, zeros, tuple(range(len(whole))), whole)])
+
+    def bind(self, names: Sequence[str]) -> BoxTensor:
+        """The same account with `names[i]` in the place of source `i`."""
+        return BoxTensor(self.shape, self.dtype, self._pieces, names, self)
+
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        if self._names is None:
+            return self._pieces
+        return tuple(piece._replace(source=self._names[piece.source]) for piece in self._pieces)
+
+    @property
+    def sources(self) -> list[str]:
+        """The pieces' sources, in order."""
+        if self._names is None:
+            return [piece.source for piece in self._pieces]
+        return [self._names[piece.source] for piece in self._pieces]
 
     # The part of the tensor interface that conversion operations use.
     @property
@@ -112,26 +150,49 @@ class BoxTensor:
             raise NotSliceable(getattr(func, "__name__", str(func)))
         return handler(*args, **(kwargs or {}))
 
-    def runs(self) -> list[Run] | None:
-        """The whole tensor as runs in order, or None where some piece is not one: strided, or with axes permuted."""
-        if self._runs is _UNKNOWN:
-            runs = [_as_run(piece, self.shape) for piece in self.pieces]
-            self._runs = None if None in runs else sorted(runs)  # type: ignore[type-var]
-        return self._runs  # type: ignore[return-value]
+    def runs(self, start: int, stop: int) -> list[Run] | None:
+        """The runs that fill elements [start, stop), in order; the first and last may reach beyond them.
+
+        None where some piece is not a run: strided, or with axes permuted.
+        """
+        table = (self._template or self)._run_table()
+        if table is None:
+            return None
+        first = max(bisect_right(table.start, start) - 1, 0)
+        last = bisect_left(table.start, stop)
+        names = self._names if self._names is not None else [piece.source for piece in self._pieces]
+        return [
+            Run(table.start[i], table.length[i], names[table.source[i]], table.source_start[i])
+            for i in range(first, last)
+        ]
+
+    def _run_table(self) -> _RunTable | None:
+        if not self._runs_known:
+            self._runs_known = True
+            runs = [_as_run(piece, self.shape) for piece in self._pieces]
+            if None not in runs:
+                order = sorted(range(len(runs)), key=lambda i: runs[i][0])  # type: ignore[index]
+                columns = zip(*(runs[i] for i in order)) if order else [(), (), ()]  # type: ignore[misc]
+                start, length, source_start = map(list, columns)
+                # A template's sources are indices already; else the pieces are numbered.
+                source = [p.source if type(p.source) is int else i for i, p in enumerate(self._pieces)]
+                self._runs = _RunTable(start, length, [source[i] for i in order], source_start)
+        return self._runs
 
     def slices(self, box: Box) -> Iterator[Slice]:
         """What to read from which source to fill `box` of this tensor."""
-        for piece in self.pieces:
+        for piece in self._pieces:
             overlap = _overlap(box, piece)
             if overlap is None:
                 continue
+            source = piece.source if self._names is None else self._names[piece.source]
             source_box = [(start, start + 1) for start in piece.source_start]
             for dim, source_dim in enumerate(piece.dims):
                 if source_dim >= 0:
                     shift = piece.source_start[source_dim] - piece.start[dim]
                     source_box[source_dim] = (overlap[dim][0] + shift, overlap[dim][1] + shift)
             target = tuple((a - lo, b - lo) for (a, b), (lo, _) in zip(overlap, box, strict=True))
-            yield Slice(piece.source, tuple(source_box), piece.dims, target)
+            yield Slice(source, tuple(source_box), piece.dims, target)
 
 
 def _overlap(box: Box, piece: Piece) -> Box | None:
@@ -144,7 +205,8 @@ def _overlap(box: Box, piece: Piece) -> Box | None:
     return tuple(overlap)
 
 
-def _as_run(piece: Piece, shape: Sequence[int]) -> Run | None:
+def _as_run(piece: Piece, shape: Sequence[int]) -> tuple[int, int, int] | None:
+    """(start, length, start in the source) of a piece that is a run."""
     kept = [dim for dim in piece.dims if dim >= 0]
     if kept != sorted(kept):
         return None
@@ -156,7 +218,7 @@ def _as_run(piece: Piece, shape: Sequence[int]) -> Run | None:
     source_start = _flat_start(piece.source_start, extents, piece.source_shape)
     if start is None or source_start is None:
         return None
-    return Run(start, prod(piece.shape), piece.source, source_start)
+    return start, prod(piece.shape), source_start
 
 
 def _flat_start(start: Sequence[int], extent: Sequence[int], shape: Sequence[int]) -> int | None:

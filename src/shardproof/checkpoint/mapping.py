@@ -7,12 +7,14 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from shardproof.checkpoint.boxes import BoxTensor, NotSliceable
 from shardproof.checkpoint.reader import SliceSource, TensorEntry
+from shardproof.checkpoint.renaming import Renamed, Renamer, in_order
 from shardproof.errors import error_for, fail, nearest
 from shardproof.findings import Finding
 from shardproof.model import hf_private
@@ -64,85 +66,25 @@ def map_checkpoint(
     by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
     prefix = model.base_model_prefix
     result = CheckpointMap()
-    collected: dict[str, tuple[WeightConverter, dict[str, list[str]]]] = {}
+    collected: dict[str, tuple[WeightConverter, dict[str, list[tuple[Renamed, str]]]]] = {}
 
-    rename = _Renamer(renamings, converters, prefix, state)
-    for name in tensors:
-        renamed, pattern = rename(name)
-        if renamed not in state:
+    rename = Renamer(renamings, converters, prefix, state)
+    for name, entry in tensors.items():
+        renamed = rename(name)
+        if renamed.target not in state:
             result.unexpected.append(name)
-        elif pattern is None:
-            entry = tensors[name]
-            result.boxes[renamed] = BoxTensor.of_source(name, entry.shape, entry.dtype)
+        elif renamed.pattern is None:
+            result.boxes[renamed.target] = BoxTensor.of_source(name, entry.shape, entry.dtype)
         else:
-            _, sources = collected.setdefault(renamed, (by_pattern[pattern], defaultdict(list)))
-            sources[pattern].append(name)
+            rule = by_pattern[renamed.pattern]
+            _, sources = collected.setdefault(renamed.target, (rule, defaultdict(list)))
+            sources[renamed.pattern].append((renamed, name))
     result.unexpected.sort(key=hf_private.dot_natural_key)
-    for _, sources in collected.values():
-        for names in sources.values():
-            names.sort(
-                key=_numbers_of
-                if len({_NUMBER.sub("0", n) for n in names}) == 1
-                else hf_private.dot_natural_key
-            )
-
-    for first_target, (converter, sources) in collected.items():
-        _convert(result, model, tensors, converter, first_target, sources)
+    convert = _Converter(result, model, tensors)
+    for first_target, (converter, groups) in collected.items():
+        convert(converter, first_target, {pattern: in_order(names) for pattern, names in groups.items()})
     result.used_rules = [rule for rule in [*renamings, *converters] if rule.was_used()]
     return result
-
-
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
-# Stands for the n-th number of a name while the name's pattern is renamed.
-_STAND_IN = 900_000_000
-
-
-def _numbers_of(name: str) -> list[int]:
-    return [int(number) for number in _NUMBER.findall(name)]
-
-
-class _Renamer:
-    """transformers' renaming of a checkpoint name, done once for names that differ in their numbers alone.
-
-    A checkpoint has tens of thousands of names and a few dozen patterns. Rules that look at numbers, and names whose
-    pattern does not lead into the model, go through transformers one by one.
-    """
-
-    def __init__(self, renamings: list, converters: list, prefix: str, state: dict[str, torch.Tensor]):
-        self._arguments = (renamings, converters, prefix, state)
-        sources = [pattern for rule in [*renamings, *converters] for pattern in rule.source_patterns]
-        # A digit beside a letter, as in w1, is part of a word.
-        self._by_pattern = not any(re.search(r"\\d|(?<![A-Za-z_0-9])\d", pattern) for pattern in sources)
-        self._known: dict[str, tuple[str, str | None]] = {}
-
-    def __call__(self, name: str) -> tuple[str, str | None]:
-        if self._by_pattern:
-            renamed, pattern = self._through_pattern(name)
-            if renamed in self._arguments[3]:
-                return renamed, pattern
-        renamings, converters, prefix, state = self._arguments
-        renamed, pattern = hf_private.rename_source_key(name, renamings, converters, prefix, state)
-        if renamed not in state and name in state:
-            return hf_private.rename_source_key(name, [], [], prefix, state)
-        return renamed, pattern
-
-    def _through_pattern(self, name: str) -> tuple[str, str | None]:
-        parts = _NUMBER.split(name)
-        shape = "\0".join(parts)
-        if shape not in self._known:
-            numbered = (f"{_STAND_IN + i}{part}" for i, part in enumerate(parts[1:]))
-            stand_in = "".join([parts[0], *numbered])
-            self._known[shape] = hf_private.rename_source_key(stand_in, *self._arguments[:2])
-        renamed, pattern = self._known[shape]
-        if len(parts) > 1:
-            numbers = _NUMBER.findall(name)
-            renamed = _NUMBER.sub(lambda m: _restored(m[0], numbers), renamed)
-        return renamed, pattern
-
-
-def _restored(number: str, numbers: list[str]) -> str:
-    index = int(number) - _STAND_IN
-    return numbers[index] if 0 <= index < len(numbers) else number
 
 
 @dataclass(frozen=True)
@@ -206,41 +148,70 @@ def _export_entry(
         return ExportEntry(names, shapes, convert)
 
 
-def _convert(
-    result: CheckpointMap,
-    model: PreTrainedModel,
-    tensors: Mapping[str, TensorEntry],
-    converter: WeightConverter,
-    first_target: str,
-    sources: dict[str, list[str]],
-) -> None:
-    """Add what one rule makes of its sources: as boxes, or as a whole conversion if an operation needs values."""
-    operations = ", ".join(type(op).__name__ for op in converter.operations)
-    try:
-        lazy = {
-            pattern: [BoxTensor.of_source(n, tensors[n].shape, tensors[n].dtype) for n in names]
-            for pattern, names in sources.items()
-        }
-        for name, value in _run(converter, first_target, lazy, model).items():
-            result.boxes[name] = value
-            result.operations[name] = operations
-    except NotSliceable:
-        # Shapes and names of the outcome come from a dry run on meta tensors.
+class _Converter:
+    """Adds to a map what rules make of their sources.
+
+    Layers are alike: where a rule meets sources of the same shapes again, the account of the first time is bound to
+    the new names.
+    """
+
+    def __init__(self, result: CheckpointMap, model: PreTrainedModel, tensors: Mapping[str, TensorEntry]):
+        self._result = result
+        self._model = model
+        self._tensors = tensors
+        self._known: dict[Any, BoxTensor] = {}
+
+    def __call__(self, converter: WeightConverter, first_target: str, sources: dict[str, list[str]]) -> None:
+        """Add what one rule makes of its sources: as boxes, or as a whole conversion if an operation needs values."""
+        entries = self._tensors
+        operations = ", ".join(type(op).__name__ for op in converter.operations)
+        names = [name for group in sources.values() for name in group]
+        described = [(entries[name].shape, entries[name].dtype) for name in names]
+        key = (id(converter), tuple((p, len(group)) for p, group in sources.items()), tuple(described))
+        if key in self._known:
+            self._result.boxes[first_target] = self._known[key].bind(names)
+            self._result.operations[first_target] = operations
+            return
+        numbers = iter(range(len(names)))
+        try:
+            lazy = {
+                pattern: [BoxTensor.of_source(i, *described[i]) for _, i in zip(group, numbers)]
+                for pattern, group in sources.items()
+            }
+            outcome = _run(converter, first_target, lazy, self._model)
+        except NotSliceable:
+            self._convert_whole(converter, first_target, sources, operations)
+            return
+        if list(outcome) == [first_target] and hf_private.is_blind_to_names(converter):
+            self._known[key] = outcome[first_target]
+        for name, value in outcome.items():
+            self._result.boxes[name] = value.bind(names)
+            self._result.operations[name] = operations
+
+    def _convert_whole(
+        self,
+        converter: WeightConverter,
+        first_target: str,
+        sources: dict[str, list[str]],
+        operations: str,
+    ) -> None:
+        """Shapes and names of the outcome come from a dry run on meta tensors."""
+        entries = self._tensors
         meta = {
-            pattern: [torch.empty(tensors[n].shape, dtype=tensors[n].dtype, device="meta") for n in names]
+            pattern: [torch.empty(entries[n].shape, dtype=entries[n].dtype, device="meta") for n in names]
             for pattern, names in sources.items()
         }
         frozen = {pattern: tuple(names) for pattern, names in sources.items()}
-        dtype = tensors[next(iter(frozen.values()))[0]].dtype
+        dtype = entries[next(iter(frozen.values()))[0]].dtype
         try:
-            names = list(_run(converter, first_target, meta, model))
+            names = list(_run(converter, first_target, meta, self._model))
         except RuntimeError as error:
             counts = {p: dict(Counter(tuple(t.shape) for t in tensors)) for p, tensors in meta.items()}
             message = f"{first_target!r} cannot be made through {operations} from {{shape: count}} {counts}: {error}"
             raise fail("L106", "map", message, tensor=first_target) from error
         for name in names:
-            result.whole[name] = WholeConversion(converter, first_target, name, frozen, dtype)
-            result.operations[name] = operations
+            self._result.whole[name] = WholeConversion(converter, first_target, name, frozen, dtype)
+            self._result.operations[name] = operations
 
 
 def _run(converter: WeightConverter, first_target: str, collected: dict, model: PreTrainedModel) -> dict:

@@ -14,7 +14,6 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-import numpy as np
 import torch
 
 from shardproof.checkpoint.boxes import Box
@@ -66,7 +65,7 @@ class Checkpoint:
                     )
                 self.tensors[name] = entry
         self._maps: dict[str, torch.Tensor] = {}
-        self._arrays: dict[str, np.ndarray] = {}
+        self._views: dict[str, memoryview] = {}
 
     @property
     def header_digest(self) -> str:
@@ -99,12 +98,11 @@ class Checkpoint:
                 tensor = tensor.narrow(dim, a, b - a)
         return tensor
 
-    def raw(self, name: str) -> np.ndarray:
-        """A tensor's bytes, backed by the file."""
-        entry = self.tensors[name]
-        if entry.file not in self._arrays:
-            self._arrays[entry.file] = self._bytes(entry.file).numpy()
-        return self._arrays[entry.file][entry.start : entry.stop]
+    def raw(self, file: str) -> memoryview:
+        """A file's bytes."""
+        if file not in self._views:
+            self._views[file] = self._bytes(file).numpy().data
+        return self._views[file]
 
     def whole(self, name: str) -> torch.Tensor:
         return self.view(name, tuple((0, n) for n in self.tensors[name].shape))
@@ -193,25 +191,12 @@ def parse_header(file: str, header: bytes) -> dict[str, TensorEntry]:
     try:
         described = json.loads(header)
         described.pop("__metadata__", None)
-        rows = [_header_row(name, info) for name, info in described.items()]
+        base = 8 + len(header)
+        entries = {name: _entry(file, name, info, base) for name, info in described.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise fail("L103", "read", f"{file} is not a safetensors file: {error!r}.") from error
-    base = 8 + len(header)
-    entries = {}
-    for name, start, stop, shape, code in rows:
-        dtype = DTYPES.get(code)
-        if dtype is None:
-            raise fail("L103", "read", f"{file}: {name!r} has the unknown dtype {code}.", tensor=name)
-        if stop - start != prod(shape) * dtype.itemsize:
-            raise fail(
-                "L103",
-                "read",
-                f"{file}: {name!r} claims {stop - start} bytes for {shape} {dtype}.",
-                tensor=name,
-            )
-        entries[name] = TensorEntry(file, dtype, shape, base + start, base + stop)
     previous = base
-    for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)):
+    for name, entry in sorted(entries.items(), key=lambda item: item[1][3:]):
         if entry.start != previous:
             raise fail(
                 "L103",
@@ -223,14 +208,20 @@ def parse_header(file: str, header: bytes) -> dict[str, TensorEntry]:
     return entries
 
 
-def _header_row(name: str, info: dict[str, Any]) -> tuple[str, int, int, tuple[int, ...], str]:
-    """(name, start, stop, shape, dtype) of one entry, each of the type it has to be."""
+def _entry(file: str, name: str, info: dict[str, Any], base: int) -> TensorEntry:
+    """One tensor of a header, each of its values of the type and size it has to be."""
     start, stop = info["data_offsets"]
     shape, code = tuple(info["shape"]), info["dtype"]
     numbers = (start, stop, *shape)
     if type(code) is not str or {*map(type, numbers)} != _INT_ONLY or min(numbers) < 0:
         raise ValueError(f"{name!r} is {info}")
-    return name, start, stop, shape, code
+    dtype = DTYPES.get(code)
+    if dtype is None:
+        raise fail("L103", "read", f"{file}: {name!r} has the unknown dtype {code}.", tensor=name)
+    if stop - start != prod(shape) * dtype.itemsize:
+        message = f"{file}: {name!r} claims {stop - start} bytes for {shape} {dtype}."
+        raise fail("L103", "read", message, tensor=name)
+    return TensorEntry(file, dtype, shape, base + start, base + stop)
 
 
 _INT_ONLY = {int}

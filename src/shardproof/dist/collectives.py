@@ -62,24 +62,23 @@ def gather_rows(row: torch.Tensor) -> torch.Tensor:
     return torch.stack(rows)
 
 
-def all_gather_flat(local: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Every rank's 1-D `local`, of one length, end to end in rank order.
+def all_gather_flat(local: torch.Tensor, received: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Fill `received` with every rank's 1-D `local`, of one length, end to end in rank order.
 
     Collective: the group.
     """
-    received = local.new_empty(local.numel() * dist.get_world_size(group))
     # torch 2.13 renamed it; the old name is all that 2.11 has.
     into = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
     into(received, local, group=group)
-    return received
 
 
-def gather_uneven(local: torch.Tensor, sizes: list[int], group: dist.ProcessGroup) -> torch.Tensor:
-    """The first `sizes[rank]` elements of every rank's 1-D `local`, end to end in rank order.
+def gather_uneven(
+    local: torch.Tensor, sizes: list[int], received: torch.Tensor, group: dist.ProcessGroup
+) -> None:
+    """Fill `received` with the first `sizes[rank]` elements of every rank's 1-D `local`, in rank order.
 
     Collective: the group.
     """
-    received = local.new_empty(sum(sizes))
     at = 0
     for rank, size in enumerate(sizes):
         part = received[at : at + size]
@@ -88,7 +87,6 @@ def gather_uneven(local: torch.Tensor, sizes: list[int], group: dist.ProcessGrou
         if size:
             dist.broadcast(part, dist.get_global_rank(group, rank), group=group)
         at += size
-    return received
 
 
 def share_findings(findings: list[Finding]) -> list[Finding]:

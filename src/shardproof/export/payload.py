@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from shardproof.checkpoint.boxes import BoxTensor
 from shardproof.checkpoint.mapping import ExportEntry, map_export
-from shardproof.dist.collectives import all_gather_flat, gather_rows, gather_uneven, raise_together
+from shardproof.dist.collectives import gather_rows, raise_together
 from shardproof.errors import error_for
 from shardproof.findings import Finding
 from shardproof.model.delta import Delta, find_deltas
@@ -163,73 +163,6 @@ def first_not_finite(values: Mapping[str, torch.Tensor]) -> str | None:
         return None
     # A sum can overflow where no element does.
     return next((name for name, value in real.items() if not bool(torch.isfinite(value).all())), None)
-
-
-def gather(
-    values: dict[str, torch.Tensor], layout: Layout, sizes: Mapping[str, int]
-) -> dict[str, torch.Tensor]:
-    """Whole tensors, flat, from every rank's `values`, which are used up, through one all-gather.
-
-    Memory: the gathered bytes twice, once as they arrive and once in order.
-    Collective: the shard axis.
-    """
-    if layout.group is None:
-        return values
-    names = list(values)
-    parts = [values.pop(name).contiguous() for name in names]
-    dtypes = [part.dtype for part in parts]
-    offsets, longest = _pack_offsets(names, layout, dtypes)
-    packed = parts[0].new_zeros(longest, dtype=torch.uint8)
-    for part, offset in zip(parts, offsets[layout.rank], strict=True):
-        raw = part.view(-1).view(torch.uint8)
-        packed[offset : offset + raw.numel()] = raw
-    del parts
-    sizes_of = [_packed_size(names, layout, dtypes, rank) for rank in range(len(offsets))]
-    starts = [rank * longest for rank in range(len(offsets))]
-    if longest * len(offsets) > 1.5 * sum(sizes_of):
-        # FSDP1 may put most of a bucket on one rank; padding every rank to its size would multiply the bucket.
-        received = gather_uneven(packed, sizes_of, layout.group)
-        starts = [sum(sizes_of[:rank]) for rank in range(len(offsets))]
-    else:
-        received = all_gather_flat(packed, layout.group)
-    del packed
-    whole = {}
-    for index, name in enumerate(names):
-        full = torch.empty(sizes[name], dtype=dtypes[index], device=received.device)
-        for rank, (start, stop) in enumerate(layout.ranges[name]):
-            at = starts[rank] + offsets[rank][index]
-            raw = received[at : at + (stop - start) * dtypes[index].itemsize]
-            full[start:stop] = raw.view(dtypes[index])
-        whole[name] = full
-    return whole
-
-
-_ALIGNMENT = 16
-
-
-def _pack_offsets(
-    names: Sequence[str], layout: Layout, dtypes: Sequence[torch.dtype]
-) -> tuple[list[list[int]], int]:
-    """Where each rank packs each tensor, in bytes, and the length of the longest pack."""
-    offsets, longest = [], _ALIGNMENT
-    for rank in range(len(next(iter(layout.ranges.values())))):
-        at, mine = 0, []
-        for name, dtype in zip(names, dtypes, strict=True):
-            start, stop = layout.ranges[name][rank]
-            mine.append(at)
-            at += -(-(stop - start) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
-        offsets.append(mine)
-        longest = max(longest, at)
-    return offsets, longest
-
-
-def _packed_size(names: Sequence[str], layout: Layout, dtypes: Sequence[torch.dtype], rank: int) -> int:
-    """How many bytes a rank packs."""
-    total = 0
-    for name, dtype in zip(names, dtypes, strict=True):
-        start, stop = layout.ranges[name][rank]
-        total += -(-(stop - start) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
-    return total
 
 
 def check_entries(entries: Sequence[ExportEntry]) -> None:

@@ -54,7 +54,9 @@ def allocate_optimizer(
     """Memory for the optimizer state that a checkpoint has, registered with the optimizer."""
     for name, param in policy.named_parameters():
         prefix = f"optim.{name}."
-        if param.numel() == 0:  # FSDP1 gives no gradient, hence no state, to what a rank holds nothing of; FSDP2 does
+        if (
+            param.numel() == 0
+        ):  # FSDP1 gives no gradient, hence no state, to what a rank holds nothing of; FSDP2 does
             continue
         for key in [key for key in saved if key.startswith(prefix) and "." not in key[len(prefix) :]]:
             optimizer.state[param][key[len(prefix) :]] = torch.zeros_like(param, dtype=saved[key])

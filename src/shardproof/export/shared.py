@@ -22,6 +22,7 @@ from shardproof.digest import digest
 from shardproof.dist.collectives import exchange, together
 from shardproof.dist.deadline import deadline, mesh_groups
 from shardproof.errors import fail
+from shardproof.export.gather import Gatherer
 from shardproof.export.manifest import ExportReceipt, TensorMeta
 from shardproof.export.payload import Layout, first_not_finite
 from shardproof.export.stream import WeightStream, agree_to_go_on
@@ -161,7 +162,7 @@ class SharedWeights:
         """Write what this rank holds of an entry; returns the name of a tensor that is not finite."""
         payload = self._stream.payload
         if entry.whole is not None:
-            for name, tensor in self._stream.gather_bucket([entry], layout):
+            for name, tensor in self._stream.gather_bucket([entry], layout, Gatherer(0)):
                 if dist.get_rank() == 0:
                     views[name].copy_(tensor)
             return None

@@ -16,8 +16,9 @@ from shardproof.digest import digest
 from shardproof.dist.collectives import exchange, gather_rows
 from shardproof.dist.deadline import deadline, mesh_groups
 from shardproof.errors import fail
+from shardproof.export.gather import Gatherer
 from shardproof.export.manifest import ExportReceipt, Manifest, TensorMeta
-from shardproof.export.payload import Layout, Payload, check_entries, first_not_finite, gather
+from shardproof.export.payload import Layout, Payload, check_entries, first_not_finite
 from shardproof.findings import Finding
 from shardproof.shard.sharded_model import ShardedModel
 
@@ -52,7 +53,7 @@ class WeightStream:
                 "C001", "export", f"dtype={dtype!r} is not None, 'checkpoint' or a floating torch.dtype."
             )
         self.policy = policy
-        self.bucket_bytes = bucket_bytes
+        self.gather_bytes = bucket_bytes // 2  # sent, received, in order: what is gathered is there three times
         self.digests = digests
         self.allow_nonfinite = allow_nonfinite
         self.deadline_s = deadline_s
@@ -100,11 +101,12 @@ class WeightStream:
             layout = payload.layout()
         seconds += time.perf_counter() - started
         count = 0
+        gather = Gatherer(self.gather_bytes)
         try:
             for bucket in self.buckets():
                 started = time.perf_counter()
                 with self._deadline():
-                    tensors = self.gather_bucket(bucket, layout)
+                    tensors = self.gather_bucket(bucket, layout, gather)
                 seconds += time.perf_counter() - started
                 while tensors:
                     name, tensor = tensors.pop(0)
@@ -130,12 +132,12 @@ class WeightStream:
         return deadline("export", "E406", self.deadline_s, mesh_groups(self.policy.mesh))
 
     def buckets(self) -> Iterator[list[ExportEntry]]:
-        """Entries whose model tensors fit a bucket together."""
+        """Entries whose model tensors are gathered together."""
         bucket: list[ExportEntry] = []
         size = 0
         for entry in self.payload.entries:
             nbytes = sum(self._nbytes(name) for name in entry.sources)
-            if bucket and size + nbytes > self.bucket_bytes:
+            if bucket and size + nbytes > self.gather_bytes:
                 yield bucket
                 bucket, size = [], 0
             bucket.append(entry)
@@ -146,7 +148,9 @@ class WeightStream:
     def _nbytes(self, name: str) -> int:
         return self.payload.infos[name].numel * self.payload.dtypes[name].itemsize
 
-    def gather_bucket(self, bucket: Sequence[ExportEntry], layout: Layout) -> list[tuple[str, torch.Tensor]]:
+    def gather_bucket(
+        self, bucket: Sequence[ExportEntry], layout: Layout, gather: Gatherer
+    ) -> list[tuple[str, torch.Tensor]]:
         """The bucket's checkpoint tensors. Collective: every rank."""
         payload = self.payload
         names = [name for entry in bucket for name in entry.sources]
@@ -180,7 +184,7 @@ class WeightStream:
         infos = {info.name: info for info in self.policy.inventory.parameters}
         part = Layout({name: layout.ranges[name] for name in needed}, layout.rank, layout.group)
         values = {name: self.payload.shards[name].flat.to(self.policy.device) for name in needed}
-        flats = gather(values, part, {name: infos[name].numel for name in needed})
+        flats = Gatherer(self.gather_bytes)(values, part, {name: infos[name].numel for name in needed})
         return {name: flats[name].view(infos[name].shape) for name in needed}
 
     def make_receipt(self, digests: dict[str, int], seconds: float) -> ExportReceipt:

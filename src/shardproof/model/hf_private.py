@@ -53,6 +53,15 @@ def reversed_rules(
     return renamings, [rule for rule in backwards if isinstance(rule, WeightConverter)]
 
 
+# Operations that see the tensors' shapes and nothing of their names.
+_BLIND_OPERATIONS = {"Chunk", "Concatenate", "MergeModulelist", "SplitModulelist", "Transpose"}
+
+
+def is_blind_to_names(converter: WeightConverter) -> bool:
+    """Whether a rule does the same to all sources of the same shapes, whichever layer they are of."""
+    return all(type(operation).__name__ in _BLIND_OPERATIONS for operation in converter.operations)
+
+
 def tied_names(model: PreTrainedModel) -> dict[str, str]:
     """{name: name it is tied to} for every tie the config asks for."""
     return model.get_expanded_tied_weights_keys(all_submodels=True)

@@ -31,8 +31,8 @@ def shard_fsdp2(root: RoleModule, plan: ShardPlan, settings: ShardSettings) -> l
     for unit in plan.units:
         fully_shard(root.model.get_submodule(unit), **options)
     fully_shard(root, **options)
-    for fsdp_param in torch_private.fsdp2_params(root):
-        torch_private.allocate_fsdp2(fsdp_param, settings.storage_device, settings.pin_memory)
+    params = list(torch_private.fsdp2_params(root))
+    torch_private.allocate_fsdp2(params, settings.storage_device, settings.pin_memory)
     return fsdp2_shards(root)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from math import prod
 from typing import NamedTuple
@@ -40,10 +39,9 @@ def list_reads(boxes: BoxTensor, start: int, stop: int) -> Iterator[Read]:
             yield Read(piece, offset, block)
 
 
-def list_runs(runs: list[Run], start: int, stop: int) -> list[Run]:
-    """The runs, of a tensor made of runs, that fill elements [start, stop), in order."""
-    first = max(bisect_right(runs, start, key=lambda run: run.start) - 1, 0)
-    return runs[first : bisect_left(runs, stop, key=lambda run: run.start)]
+def list_runs(boxes: BoxTensor, start: int, stop: int) -> list[Run] | None:
+    """The same where plain copies of consecutive bytes are enough, as for nearly all tensors; else None."""
+    return boxes.runs(start, stop)
 
 
 def materialise(
@@ -95,7 +93,7 @@ def _write_values(shard: LocalShard, values: torch.Tensor, ledger: Ledger) -> No
 def _write_boxes(
     shard: LocalShard, boxes: BoxTensor, source: SliceSource, ledger: Ledger, staging: Staging
 ) -> int:
-    runs = boxes.runs() if isinstance(source, Checkpoint) else None
+    runs = list_runs(boxes, shard.start, shard.stop) if isinstance(source, Checkpoint) else None
     if runs is not None:
         assert isinstance(source, Checkpoint)
         return _write_runs(shard, boxes.dtype, runs, source, ledger, staging)
@@ -125,21 +123,20 @@ def _write_runs(
 
     Many short runs are first laid side by side in the checkpoint's dtype, so that they are converted in one go.
     """
-    mine = list_runs(runs, shard.start, shard.stop)
-    for low, high, buffer in staging.buffers(shard, dtype, gather=len(mine) > _MANY_RUNS):
-        plain = buffer.dtype == dtype
-        target = buffer.view(torch.uint8).numpy() if plain else None
-        size = dtype.itemsize
-        for run in mine:
-            a, b = max(low, run.start), min(high, run.start + run.length)
+    size = dtype.itemsize
+    for low, high, buffer in staging.buffers(shard, dtype, gather=len(runs) > _MANY_RUNS):
+        target = buffer.view(torch.uint8).numpy().data if buffer.dtype == dtype else None
+        for start, length, name, source_start in runs:
+            a, b = max(low, start), min(high, start + length)
             if a >= b:
                 continue
-            at = run.source_start + a - run.start
-            raw = source.raw(run.source)[at * size : (at + b - a) * size]
+            entry = source.tensors[name]
+            at = entry.start + (source_start + a - start) * size
+            raw = source.raw(entry.file)[at : at + (b - a) * size]
             if target is not None:
                 target[(a - low) * size : (b - low) * size] = raw
             else:
-                buffer[a - low : b - low].copy_(torch.from_numpy(raw).view(dtype))
+                buffer[a - low : b - low].copy_(torch.frombuffer(raw, dtype=torch.uint8).view(dtype))
             ledger.write(shard.name, a, b)
     return (shard.stop - shard.start) * dtype.itemsize
 

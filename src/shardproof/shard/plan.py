@@ -110,7 +110,7 @@ def _checkpoint_writer(found: CheckpointMap, name: str, checkpoint: Checkpoint |
     if name in found.whole:
         sources = [source for names in found.whole[name].sources.values() for source in names]
         return Writer("converted whole", f"{_listed(sources, checkpoint)} through {found.operations[name]}")
-    sources = [piece.source for piece in found.boxes[name].pieces]
+    sources = found.boxes[name].sources
     through = f" through {found.operations[name]}" if name in found.operations else ""
     return Writer("checkpoint", f"{_listed(sources, checkpoint)}{through}")
 

@@ -5,7 +5,7 @@ tests/unit/test_private_interfaces.py fails when one of these moves.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -14,6 +14,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1Module
 from torch.distributed.tensor import DTensor, Shard
+
+from shardproof.shard.arena import Arena
 
 _WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
 
@@ -92,22 +94,29 @@ def set_last_micro_batch(root: nn.Module, is_last: bool) -> None:
             module._sync_gradients = is_last  # type: ignore[assignment]
 
 
-def allocate_fsdp2(fsdp_param: Any, device: torch.device, pin_memory: bool) -> None:
-    """Give a meta FSDPParam memory of its own, padded as FSDP pads it, on every module that shares it.
+def allocate_fsdp2(fsdp_params: Sequence[Any], device: torch.device, pin_memory: bool) -> None:
+    """Give meta FSDPParams memory, padded as FSDP pads it, on every module that shares them.
 
-    The padding is zeroed; the shard itself is not written.
+    The padding is zeroed; the shards themselves are not written.
     """
-    size = fsdp_param.padded_sharded_param_size
-    dtype = fsdp_param.sharded_param.dtype
-    padded = torch.empty(size, dtype=dtype, device=device, pin_memory=pin_memory)
-    length = fsdp_param.sharded_size[0]
-    padded[length:].zero_()
-    param = nn.Parameter(
-        fsdp_param.to_sharded_dtensor(padded[:length]), requires_grad=fsdp_param.sharded_param.requires_grad
-    )
-    fsdp_param.sharded_param = param
-    fsdp_param._sharded_param_data = padded.view(-1)
-    fsdp_param._setattr_on_modules(param)
+    described = [(tuple(p.padded_sharded_param_size), p.sharded_param.dtype) for p in fsdp_params]
+    arena = None
+    if device.type == "cpu" and not pin_memory:
+        arena = Arena(sum(Arena.room(size, dtype) for size, dtype in described))
+    for fsdp_param, (size, dtype) in zip(fsdp_params, described, strict=True):
+        if arena is not None:
+            padded = arena.empty(size, dtype)
+        else:
+            padded = torch.empty(size, dtype=dtype, device=device, pin_memory=pin_memory)
+        length = fsdp_param.sharded_size[0]
+        padded[length:].zero_()
+        param = nn.Parameter(
+            fsdp_param.to_sharded_dtensor(padded[:length]),
+            requires_grad=fsdp_param.sharded_param.requires_grad,
+        )
+        fsdp_param.sharded_param = param
+        fsdp_param._sharded_param_data = padded.view(-1)
+        fsdp_param._setattr_on_modules(param)
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
