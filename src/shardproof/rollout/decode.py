@@ -28,7 +28,7 @@ def decode(
     anyone_left: AnyoneLeft | None = None,
     idle: Callable[[], None] | None = None,
 ) -> list[Completion]:
-    """Complete all requests in one batch; a finished one leaves it.
+    """Complete all requests in one batch; a prompt that several share is read once, and a finished one leaves.
 
     With `anyone_left` every forward is collective: a rank that is done runs `idle` until the others are too.
     """
@@ -42,6 +42,8 @@ def decode(
             idle()
             continue
         logits = forward(batch.input_ids, batch.attention_mask, batch.position_ids, batch.cache)
+        if step == 0:
+            logits = batch.fan_out(logits)
         tokens, logprobs = draw(logits.float(), [requests[row].seed for row in batch.rows], step, sampling)
         batch.advance(tokens, logprobs, sampling)
     return [
@@ -51,7 +53,10 @@ def decode(
 
 
 class _Running:
-    """The rows that are still being completed: prompts padded on the left, one cache for all."""
+    """The rows that are still being completed: prompts padded on the left, one cache for all.
+
+    Before `fan_out` there is a row for each prompt, after it one for each request.
+    """
 
     def __init__(self, requests: Sequence[Request], config: Any, device: torch.device):
         self.rows = list(range(len(requests)))
@@ -61,14 +66,24 @@ class _Running:
         self.cache = DynamicCache(config=config)
         if not requests:
             return
-        longest = max(len(request.tokens) for request in requests)
-        ids = torch.zeros(len(requests), longest, dtype=torch.int64)
+        prompts = {prompt: row for row, prompt in enumerate(dict.fromkeys(r.tokens for r in requests))}
+        self._prompt_of = torch.tensor([prompts[request.tokens] for request in requests], device=device)
+        longest = max(map(len, prompts))
+        ids = torch.zeros(len(prompts), longest, dtype=torch.int64)
         mask = torch.zeros_like(ids)
-        for row, request in enumerate(requests):
-            ids[row, longest - len(request.tokens) :] = torch.tensor(request.tokens)
-            mask[row, longest - len(request.tokens) :] = 1
+        for prompt, row in prompts.items():
+            ids[row, longest - len(prompt) :] = torch.tensor(prompt)
+            mask[row, longest - len(prompt) :] = 1
         self.input_ids, self.attention_mask = ids.to(device), mask.to(device)
         self.position_ids = (self.attention_mask.cumsum(1) - 1).clamp(min=0)
+
+    def fan_out(self, logits: torch.Tensor) -> torch.Tensor:
+        """Give every request its copy of its prompt's row; returns the logits of each request."""
+        if len(logits) < len(self.rows):
+            self.cache.batch_select_indices(self._prompt_of)
+            self.attention_mask = self.attention_mask[self._prompt_of]
+            self.position_ids = self.position_ids[self._prompt_of]
+        return logits[self._prompt_of]
 
     def advance(self, tokens: torch.Tensor, logprobs: torch.Tensor, sampling: Sampling) -> None:
         """Append a token to each row, drop the rows that are done, and set up the next forward."""
@@ -105,7 +120,7 @@ def draw(
     if sampling.top_p < 1.0:
         probs = _nucleus(probs, sampling.top_p)
         every = torch.log(probs)
-    uniform = torch.tensor([_uniform(seed, step) for seed in seeds], device=logits.device)
+    uniform = torch.from_numpy(_uniform(seeds, step)).to(logits.device)
     cumulative = probs.double().cumsum(dim=-1)
     # The last entry is 1 up to rounding; scaling by it keeps the draw inside the vocabulary.
     tokens = torch.searchsorted(cumulative, (uniform * cumulative[:, -1])[:, None], right=True).squeeze(1)
@@ -121,6 +136,10 @@ def _nucleus(probs: torch.Tensor, top_p: float) -> torch.Tensor:
     return kept / kept.sum(-1, keepdim=True)
 
 
-def _uniform(seed: int, step: int) -> float:
-    """A number in [0, 1) that depends on (seed, step) alone."""
-    return float(np.random.Generator(np.random.Philox(key=seed, counter=step)).random())
+def _uniform(seeds: Sequence[int], step: int) -> np.ndarray:
+    """A number in [0, 1) for each seed that depends on (seed, step) alone: SplitMix64's stream of the seed, at `step`."""
+    state = np.array(seeds, np.uint64) + np.uint64(((step + 1) * 0x9E3779B97F4A7C15) % 2**64)
+    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    state ^= state >> np.uint64(31)
+    return (state >> np.uint64(11)).astype(np.float64) * 2.0**-53

@@ -122,7 +122,7 @@ class VllmServer:
         self.process: subprocess.Popen[bytes] | None = None
         self.num_starts = 0
         self._folder: Path | None = None
-        self.client = VllmClient(settings.url or "")
+        self.client = VllmClient(settings.url or "unix:")  # nobody listens there
 
     @property
     def is_ours(self) -> bool:
@@ -139,15 +139,15 @@ class VllmServer:
 
         Raises after the setting for starts, or after `seconds` if there was nothing to start.
         """
-        if self.is_ours and (self.process is None or self.has_died):
-            self._start()
-            seconds = None
-        deadline = Deadline(seconds or self.settings.start_timeout_s)
+        deadline, starts = Deadline(seconds or self.settings.start_timeout_s), self.num_starts
         while not self.client.is_up():
-            if self.has_died:
-                code = self.process.returncode if self.process is not None else None
-                message = f"the vLLM server ended with exit code {code} while it started. It wrote:\n{self.log_tail()}"
-                raise fail("R505", "rollout", message)
+            if self.is_ours and (self.process is None or self.has_died):
+                if self.num_starts > starts:
+                    code = self.process.returncode if self.process is not None else None
+                    message = f"the vLLM server ended with exit code {code} while it started. It wrote:\n{self.log_tail()}"
+                    raise fail("R505", "rollout", message)
+                self._start()
+                deadline = Deadline(self.settings.start_timeout_s)
             if deadline.over:
                 tail = f" It wrote:\n{self.log_tail()}" if self.is_ours else ""
                 message = f"no vLLM server answers at {self.client.url} within {deadline.seconds:g} s.{tail}"

@@ -1,0 +1,229 @@
+"""vLLM as a child of rank 0: it dies at every stage of a sync, and it serves experts and adapters."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import psutil
+import pytest
+
+from shardproof.errors import ConfigError
+from shardproof.rollout.vllm_client import Deadline
+from shardproof.rollout.vllm_server import VllmSettings, check_settings
+from tests.ranks import run_ranks
+from tests.vllm.support import change, connect, failure, load_policy, sample, sync, worst
+
+STARTS = 400  # seconds that a test may need whose server is started several times
+
+
+def kill_server(engine: Any) -> None:
+    os.killpg(engine.server.process.pid, signal.SIGKILL)
+
+
+def kill_during_transfer(engine: Any) -> None:
+    """Kill the server while its workers hold the request that brings the new payload."""
+    transfer = engine.delivery.transfer
+
+    def doomed(payload: Any, deadline: Deadline) -> None:
+        del engine.delivery.transfer
+        for child in psutil.Process(engine.server.process.pid).children(recursive=True):
+            child.suspend()
+        threading.Timer(1.0, kill_server, [engine]).start()
+        transfer(payload, deadline)
+
+    engine.delivery.transfer = doomed
+
+
+def kill_before_commit(engine: Any) -> None:
+    commit = engine.delivery.commit
+
+    def doomed(payload: Any, deadline: Deadline) -> None:
+        del engine.delivery.commit
+        kill_server(engine)
+        commit(payload, deadline)
+
+    engine.delivery.commit = doomed
+
+
+def survive(folder: str) -> dict[str, Any]:
+    policy = load_policy(folder)
+    engine = connect(policy)
+    sync(engine)
+    before = sample(engine)
+    found: dict[str, Any] = {}
+    on_rank_0: Callable[..., None] = lambda act: act(engine) if engine.delivery is not None else None  # noqa: E731
+    on_rank_0(kill_server)
+    found["between"] = sample(engine) == before
+    change(policy)
+    for name, fault in (("during", kill_during_transfer), ("before", kill_before_commit)):
+        on_rank_0(fault)
+        found[name] = failure(sync, engine)
+        found[f"after {name}"] = sample(engine) == before
+    sync(engine)
+    found["gap"] = engine.canary_gap
+    found["versions"] = {c.version for c in sample(engine)}
+    found["starts"] = engine.server.num_starts if engine.delivery is not None else None
+    engine.close()
+    return found
+
+
+def test_a_killed_server_costs_a_sync_and_never_a_version(models):
+    first, second = run_ranks(2, survive, models["tied"], timeout=STARTS)
+    assert first.pop("starts") == 4
+    second.pop("starts")
+    assert first == second
+    assert first["between"] and first["after during"] and first["after before"]
+    for name in ("during", "before"):
+        assert first[name].startswith("R505 sync: rank 0: the server is gone or late"), first[name]
+        assert "Version 1 was not committed; the server is back at version 0." in first[name]
+    assert first["gap"] < 1e-4
+    assert first["versions"] == {1}
+
+
+def experts(folder: str) -> dict[str, Any]:
+    policy = load_policy(folder, strategy="fsdp1")
+    engine = connect(policy)
+    gaps, worsts = [], []
+    for _ in range(3):
+        sync(engine)
+        gaps.append(engine.canary_gap)
+        worsts.append(worst_untrimmed(engine))
+        change(policy)
+    if engine.delivery is not None:
+        transfer = engine.delivery.transfer
+
+        def as_vllm_leaves_it(payload: Any, deadline: Deadline) -> None:
+            spoiled = replace(payload, update={**payload.update, "renew": False})
+            transfer(spoiled if payload.version == policy.version else payload, deadline)
+
+        engine.delivery.transfer = as_vllm_leaves_it
+    message = failure(sync, engine)
+    versions = {c.version for c in sample(engine)}
+    engine.close()
+    return {"gaps": gaps, "worsts": worsts, "message": message, "versions": versions}
+
+
+def worst_untrimmed(engine: Any) -> float:
+    from shardproof.rollout.engine import Request, Sampling
+    from tests.vllm.support import PROMPTS
+
+    requests = [Request(PROMPTS[k % 3], seed=k) for k in range(6)]
+    return worst(engine, engine.generate(requests, Sampling(6, temperature=0.7)))
+
+
+def test_experts_are_right_after_every_sync_and_vllm_alone_would_not_be(models):
+    for found in run_ranks(2, experts, models["moe"], timeout=STARTS):
+        assert max(found["gaps"]) < 1e-4
+        assert max(found["worsts"]) < 1e-4
+        assert "R503 sync: rank 0: engine and trainer differ by" in found["message"]
+        assert "the server is back at version 2" in found["message"]
+        assert found["versions"] == {2}
+
+
+def adapters(folder: str) -> dict[str, Any]:
+    from peft import LoraConfig
+
+    lora = LoraConfig(r=4, lora_alpha=16, target_modules=["q_proj", "v_proj", "down_proj"])
+    policy = load_policy(folder, "bfloat16", lora=lora)
+    engine = connect(policy, lora="adapter")
+    found: dict[str, Any] = {"gaps": []}
+    for _ in range(3):
+        sync(engine)
+        found["gaps"].append(engine.canary_gap)
+        grow(policy)
+    sync(engine)
+    found["versions"] = {c.version for c in sample(engine)}
+    before = sample(engine)
+    if engine.delivery is not None:
+        kill_server(engine)
+    found["restarted"] = sample(engine) == before
+    if engine.delivery is not None:
+        transfer, first = engine.delivery.transfer, engine._folder / "adapter-3"
+
+        def old_adapter(payload: Any, deadline: Deadline) -> None:
+            transfer(replace(payload, adapter=str(first)) if payload.version == 4 else payload, deadline)
+
+        engine.delivery.transfer = old_adapter
+    grow(policy, 3.0)
+    found["message"] = failure(sync, engine)
+    found["after"] = sample(engine) == before
+    engine.close()
+    return found
+
+
+def grow(policy: Any, factor: float = 1.5) -> None:
+    """Move the adapters far: B begins at zero, where an adapter changes nothing."""
+    import torch
+
+    with torch.no_grad():
+        for name, param in policy.named_parameters():
+            if "lora_B" in name:
+                param.add_(0.1 * policy.version + 0.1).mul_(factor)
+    policy.version += 1
+    policy.num_updates += 1
+
+
+def test_an_adapter_is_really_served(models):
+    first, second = run_ranks(2, adapters, models["tied"], timeout=STARTS)
+    assert first == second
+    assert max(first["gaps"]) < 0.2
+    assert first["versions"] == {3}
+    assert first["restarted"]
+    assert "R503 sync: rank 0: engine and trainer differ by" in first["message"]
+    assert "the adapter is not applied" in first["message"]
+    assert "the server is back at version 3" in first["message"]
+    assert first["after"]
+
+
+ORPHAN = """
+import sys
+from pathlib import Path
+from shardproof.rollout.vllm_server import Served, VllmServer, VllmSettings
+
+server = VllmServer(VllmSettings(max_model_len=128), Served(Path(sys.argv[1]), "float32", "cpu"))
+server._start()
+print(server.process.pid, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_server_does_not_outlive_its_trainer(models):
+    trainer = subprocess.Popen(
+        [sys.executable, "-c", ORPHAN, models["tied"]], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert trainer.stdout is not None
+    server = psutil.Process(int(trainer.stdout.readline()))
+    time.sleep(2.0)  # past the exec
+    assert "vllm" in " ".join(server.cmdline())
+    trainer.kill()
+    trainer.wait()
+    assert not psutil.wait_procs([server], timeout=30)[1]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"url": "http://127.0.0.1:8000"}, "rollout.vllm.url is for mode='server'"),
+        ({"mode": "server", "url": "127.0.0.1:8000"}, "neither http:// nor unix:"),
+        ({"mode": "server", "host": "0.0.0.0"}, "can be reached from other machines"),
+        ({"mode": "server", "url": "http://example.com:80"}, "can be reached from other machines"),
+    ],
+)
+def test_a_setting_that_cannot_work_is_refused(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        check_settings(VllmSettings(**settings))
+
+
+def test_an_address_for_other_machines_is_allowed_and_warned_of():
+    with pytest.warns(UserWarning, match="whoever reaches it can replace its weights"):
+        check_settings(VllmSettings(mode="server", host="0.0.0.0", allow_remote=True))
+    check_settings(VllmSettings(mode="server", host="::1"))
+    check_settings(VllmSettings(mode="server", url="unix:/run/vllm.sock"))
