@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from shardproof.checkpoint.boxes import BoxTensor, NotSliceable
 from shardproof.checkpoint.reader import SliceSource, TensorEntry
-from shardproof.checkpoint.renaming import Renamed, Renamer, in_order
+from shardproof.checkpoint.renaming import Renamer, in_order
 from shardproof.errors import error_for, fail, nearest
 from shardproof.findings import Finding
 from shardproof.model import hf_private
@@ -66,19 +66,20 @@ def map_checkpoint(
     by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
     prefix = model.base_model_prefix
     result = CheckpointMap()
-    collected: dict[str, tuple[WeightConverter, dict[str, list[tuple[Renamed, str]]]]] = {}
+    collected: dict[str, tuple[WeightConverter, dict[str, list[tuple[str, str, list[str]]]]]] = {}
 
     rename = Renamer(renamings, converters, prefix, state)
     for name, entry in tensors.items():
-        renamed = rename(name)
-        if renamed.target not in state:
+        target, pattern, words, numbers = rename(name)
+        if target not in state:
             result.unexpected.append(name)
-        elif renamed.pattern is None:
-            result.boxes[renamed.target] = BoxTensor.of_source(name, entry.shape, entry.dtype)
+        elif pattern is None:
+            result.boxes[target] = BoxTensor.of_source(name, entry.shape, entry.dtype)
         else:
-            rule = by_pattern[renamed.pattern]
-            _, sources = collected.setdefault(renamed.target, (rule, defaultdict(list)))
-            sources[renamed.pattern].append((renamed, name))
+            found = collected.get(target)
+            if found is None:
+                found = collected[target] = (by_pattern[pattern], defaultdict(list))
+            found[1][pattern].append((name, words, numbers))
     result.unexpected.sort(key=hf_private.dot_natural_key)
     convert = _Converter(result, model, tensors)
     for first_target, (converter, groups) in collected.items():

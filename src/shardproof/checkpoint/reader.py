@@ -57,13 +57,13 @@ class Checkpoint:
         self.headers = headers
         self.tensors: dict[str, TensorEntry] = {}
         for file, header in headers.items():
-            for name, entry in parse_header(file, header).items():
-                if name in self.tensors:
-                    other = self.tensors[name].file
-                    raise fail(
-                        "L103", "read", f"tensor {name!r} is in two files, {other} and {file}.", tensor=name
-                    )
-                self.tensors[name] = entry
+            found = parse_header(file, header)
+            twice = found.keys() & self.tensors.keys()
+            if twice:
+                name = min(twice)
+                message = f"tensor {name!r} is in two files, {self.tensors[name].file} and {file}."
+                raise fail("L103", "read", message, tensor=name)
+            self.tensors.update(found)
         self._maps: dict[str, torch.Tensor] = {}
         self._views: dict[str, memoryview] = {}
 
@@ -188,40 +188,44 @@ def read_header(path: Path) -> bytes:
 
 def parse_header(file: str, header: bytes) -> dict[str, TensorEntry]:
     """The tensors a header describes, with byte ranges that fit their shapes and do not overlap."""
+    base = 8 + len(header)
     try:
         described = json.loads(header)
         described.pop("__metadata__", None)
-        base = 8 + len(header)
-        entries = {name: _entry(file, name, info, base) for name, info in described.items()}
+        rows = [
+            (name, info["dtype"], tuple(info["shape"]), *info["data_offsets"])
+            for name, info in described.items()
+        ]
+        _check_types(rows)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise fail("L103", "read", f"{file} is not a safetensors file: {error!r}.") from error
+    entries = {}
+    for name, code, shape, start, stop in rows:
+        dtype = DTYPES.get(code)
+        if dtype is None:
+            raise fail("L103", "read", f"{file}: {name!r} has the unknown dtype {code}.", tensor=name)
+        if stop - start != prod(shape) * dtype.itemsize:
+            message = f"{file}: {name!r} claims {stop - start} bytes for {shape} {dtype}."
+            raise fail("L103", "read", message, tensor=name)
+        entries[name] = TensorEntry(file, dtype, shape, base + start, base + stop)
     previous = base
     for name, entry in sorted(entries.items(), key=lambda item: item[1][3:]):
         if entry.start != previous:
-            raise fail(
-                "L103",
-                "read",
-                f"{file}: {name!r} begins at byte {entry.start}, expected {previous}.",
-                tensor=name,
-            )
+            message = f"{file}: {name!r} begins at byte {entry.start}, expected {previous}."
+            raise fail("L103", "read", message, tensor=name)
         previous = entry.stop
     return entries
 
 
-def _entry(file: str, name: str, info: dict[str, Any], base: int) -> TensorEntry:
-    """One tensor of a header, each of its values of the type and size it has to be."""
-    start, stop = info["data_offsets"]
-    shape, code = tuple(info["shape"]), info["dtype"]
-    numbers = (start, stop, *shape)
-    if type(code) is not str or {*map(type, numbers)} != _INT_ONLY or min(numbers) < 0:
-        raise ValueError(f"{name!r} is {info}")
-    dtype = DTYPES.get(code)
-    if dtype is None:
-        raise fail("L103", "read", f"{file}: {name!r} has the unknown dtype {code}.", tensor=name)
-    if stop - start != prod(shape) * dtype.itemsize:
-        message = f"{file}: {name!r} claims {stop - start} bytes for {shape} {dtype}."
-        raise fail("L103", "read", message, tensor=name)
-    return TensorEntry(file, dtype, shape, base + start, base + stop)
-
-
-_INT_ONLY = {int}
+def _check_types(rows: list[tuple[Any, ...]]) -> None:
+    """Raise unless dtypes are text, and shapes and offsets are two and more non-negative integers."""
+    if {len(row) for row in rows} - {5}:
+        raise ValueError("an entry's data_offsets are not two")
+    numbers = [number for _, _, shape, start, stop in rows for number in (*shape, start, stop)]
+    if {type(row[1]) for row in rows} - {str} or {*map(type, numbers)} - {int} or min(numbers, default=0) < 0:
+        odd = next(
+            row
+            for row in rows
+            if type(row[1]) is not str or any(type(n) is not int or n < 0 for n in (*row[2], *row[3:]))
+        )
+        raise ValueError(f"{odd[0]!r} is {odd[1:]}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
 
 import torch
 
@@ -14,13 +13,9 @@ _NUMBER = re.compile(r"(?<=\.)(\d+)(?=\.)")
 _STAND_IN = 900_000_000
 
 
-class Renamed(NamedTuple):
-    """A checkpoint name's place in the model."""
-
-    target: str
-    pattern: str | None  # of the conversion that the tensor goes through
-    words: str  # the name without its numbers
-    numbers: tuple[int, ...]
+# (the model's name, the pattern of the conversion that the tensor goes through, the checkpoint's name without its
+# numbers, the numbers): a plain tuple, made by the ten thousand.
+Renamed = tuple[str, str | None, str, list[str]]
 
 
 class Renamer:
@@ -48,11 +43,11 @@ class Renamer:
                 known = self._known[words] = self._rename_words(parts[::2])
             target = known[0].format(*numbers)
             if target in state:
-                return Renamed(target, known[1], words, tuple(map(int, numbers)))
+                return target, known[1], words, numbers
         target, pattern = hf_private.rename_source_key(name, renamings, converters, prefix, state)
         if target not in state and name in state:
             target, pattern = hf_private.rename_source_key(name, [], [], prefix, state)
-        return Renamed(target, pattern, words, tuple(map(int, numbers)))
+        return target, pattern, words, numbers
 
     def _rename_words(self, words: list[str]) -> tuple[str, str | None]:
         """What becomes of a name whatever its numbers are, which stand as {0}, {1} and so on in the result."""
@@ -66,8 +61,8 @@ class Renamer:
         return renamed, pattern
 
 
-def in_order(names: list[tuple[Renamed, str]]) -> list[str]:
-    """The checkpoint names that one conversion collects, sorted by their numbers."""
-    if len({renamed.words for renamed, _ in names}) == 1:
-        return [name for renamed, name in sorted(names, key=lambda item: item[0].numbers)]
-    return sorted((name for _, name in names), key=hf_private.dot_natural_key)
+def in_order(names: list[tuple[str, str, list[str]]]) -> list[str]:
+    """The checkpoint names that one conversion collects, each with its words and numbers, sorted by the numbers."""
+    if len({words for _, words, _ in names}) == 1:
+        return [name for name, _, _ in sorted(names, key=lambda item: [*map(int, item[2])])]
+    return sorted((name for name, _, _ in names), key=hf_private.dot_natural_key)
