@@ -25,7 +25,7 @@ export TRANSFORMERS_VERBOSITY := error
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 
 .DEFAULT_GOAL := test
-.PHONY: setup vllm demo browser lint test-core test-vllm test format clean
+.PHONY: setup vllm demo browser lint test-core test-runs test-vllm test format clean
 
 setup: $(STAMP)
 
@@ -58,13 +58,18 @@ lint: $(STAMP)
 browser:
 	@command -v chromium >/dev/null || { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium; }
 
-test-core: $(STAMP) browser
-	$(BIN)/python -m pytest tests -q -m "not gpu" --ignore=tests/gpu --ignore=tests/vllm $(PYTEST_ARGS)
+# The parts: load, step, export, and what goes wrong in them.
+test-core: $(STAMP)
+	$(BIN)/python -m pytest tests/unit tests/distributed tests/invariant tests/faults --ignore=tests/faults/museum -q $(PYTEST_ARGS)
+
+# What is made of them: whole runs, the doctor, and the museum of other people's bugs.
+test-runs: $(STAMP) browser
+	$(BIN)/python -m pytest tests/integration tests/faults/museum -q $(PYTEST_ARGS)
 
 test-vllm: $(VLLM_STAMP)
 	$(BIN)/python -m pytest tests/vllm -q $(PYTEST_ARGS)
 
-test: lint test-core $(EXTRA_STAGES)
+test: lint test-core test-runs $(EXTRA_STAGES)
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
