@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 import shardproof as sp
 from shardproof.digest import digest
+from shardproof.export import folders
 from shardproof.export import state as checkpoint_state
 from shardproof.export.run_state import optimizer_ranges
 from shardproof.shard.holdings import local_shards
@@ -294,7 +295,7 @@ def save_several(source, root, keep):
     for index in range(5):
         run.step()
         run.save(root, extra={"index": index}, keep=keep, background=bool(index % 2)).wait()
-        listed.append([path.name for path in checkpoint_state.list_checkpoints(root)])
+        listed.append([path.name for path in folders.list_checkpoints(root)])
         digests[f"step-{index + 1:08d}"] = collect(run.policy)[2].digest
     return listed, digests
 
@@ -336,7 +337,7 @@ def save_numbered(source, root):
         run.step()
         run.save(root, step=step, keep=None, extra={"at": run.policy.version})
     again = Run(source)
-    return [path.name for path in checkpoint_state.list_checkpoints(root)], again.resume(
+    return [path.name for path in folders.list_checkpoints(root)], again.resume(
         root, which="step-00000010"
     )
 
@@ -373,6 +374,8 @@ def test_what_a_checkpoint_holds_beside_tensors_is_json(sources, tmp_path):
         "__0_0.distcp",
         "__1_0.distcp",
         "state.json",
+        "sums-0.json",
+        "sums-1.json",
     ]
     state = json.loads((folder / "state.json").read_text())
     assert (state["version"], state["world_size"], len(state["rng"])) == (2, 2, 2)

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 import shardproof as sp
 from shardproof.errors import ShardproofError
+from shardproof.export import folders
 from shardproof.export import state as checkpoint_state
 from tests.distributed.test_checkpoints import Run
 from tests.distributed.test_stream import collect, load, lora_config
@@ -59,7 +60,7 @@ def damaged(good, tmp_path):
 
 def resume_and_save(source, root):
     """What fresh ranks find: the checkpoints listed, which of them resume, and that saving goes on."""
-    listed = [path.name for path in checkpoint_state.list_checkpoints(root)]
+    listed = [path.name for path in folders.list_checkpoints(root)]
     digests = {}
     for name in [*listed, "latest"]:
         run = Run(source)
@@ -230,7 +231,7 @@ def arrange_failure(patch, where):
 
         patch.setattr(checkpoint_state, "make_writer", make_writer)
     elif where == "state":
-        patch.setattr(checkpoint_state, "_write_json", raise_full)
+        patch.setattr(checkpoint_state, "write_json", raise_full)
     elif where == "rename":
         patch.setattr(os, "rename", at_publication(raise_full))
     elif where == "copy":
@@ -385,6 +386,26 @@ def test_an_optimizer_with_other_groups(source, good):
 def test_a_missing_shard(source, damaged, rank):
     (damaged / f"__{rank}_0.distcp").unlink()
     assert_refused(source, damaged.parent, "E407", GOOD, f"__{rank}_0.distcp")
+
+
+def flip_one_bit(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_shard_with_one_other_bit(source, damaged, rank):
+    flip_one_bit(damaged / f"__{rank}_0.distcp")
+    assert_refused(source, damaged, "E407", GOOD, f"__{rank}_0.distcp", "other bytes")
+
+
+@pytest.mark.parametrize("content", [None, "{", "{}"], ids=["missing", "broken", "empty"])
+def test_a_shard_without_its_checksum(source, damaged, content):
+    (damaged / "sums-1.json").unlink()
+    if content is not None:
+        (damaged / "sums-1.json").write_text(content)
+    assert_refused(source, damaged, "E407", GOOD, "checksum")
 
 
 @pytest.mark.parametrize("keep", [0, 100, -1], ids=["empty", "short", "one byte"])
@@ -542,6 +563,8 @@ def test_a_shard_that_would_run_code(source, damaged, tmp_path):
         torch.save(Call(os.system, f"touch {marker}"), file)
     metadata.storage_data[index] = replace(info, offset=size, length=path.stat().st_size - size)
     write_pickle(damaged, metadata)
+    for rank in range(2):
+        folders.note_sums(damaged, rank)  # whoever forges a file forges its checksum
     outcomes = run_ranks_outcomes(2, resume, source, damaged, timeout=40)
     assert not marker.exists()
     assert {outcome[:2] for outcome in outcomes} == {("error", "ExportFault")}, outcomes

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import secrets
 import shutil
 import threading
@@ -30,6 +29,16 @@ from shardproof.export.dcp_private import (
     make_writer,
     read_metadata,
 )
+from shardproof.export.folders import (
+    PARTIAL,
+    STATE_NAME,
+    check_sums,
+    find_checkpoint,
+    needed_files,
+    note_sums,
+    publish,
+    write_json,
+)
 from shardproof.export.run_state import (
     allocate_optimizer,
     describe,
@@ -39,10 +48,6 @@ from shardproof.export.run_state import (
     restore,
 )
 from shardproof.shard.sharded_model import ShardedModel
-
-STATE_NAME = "state.json"
-_STEP_PATTERN = re.compile(r"step-(\d+)$")
-_PARTIAL = ".partial-"
 
 
 class PendingSave:
@@ -113,7 +118,7 @@ def save_checkpoint(
         _check_target(root, extra or {})
     state = describe(policy, optimizer, scheduler, extra or {})
     nonce = exchange(secrets.token_hex(4))[0]
-    partial = root / f"{_PARTIAL}{number:08d}-{nonce}"
+    partial = root / f"{PARTIAL}{number:08d}-{nonce}"
     ranges = model_ranges(policy) | (optimizer_ranges(policy, optimizer) if optimizer is not None else {})
     group = _group_of(policy)
     pending = PendingSave()
@@ -210,22 +215,20 @@ def _write(
     partial: Path, ranges: dict[str, FlatRange], state: dict[str, Any], group: dist.ProcessGroup
 ) -> None:
     """Write the tensors through DCP and the rest as JSON. Collective: every rank, on the checkpoint group."""
-    problem = None
+    problem: OSError | None = None
     if dist.get_rank() == 0:
         try:
             partial.mkdir(parents=True, exist_ok=True)
-            _write_json(partial / STATE_NAME, state)
+            write_json(partial / STATE_NAME, state)
         except OSError as error:
             problem = error
     _share_problem(problem, group)
     dcp.save(ranges, storage_writer=make_writer(partial), planner=FlatSavePlanner(), process_group=group)
-
-
-def _write_json(path: Path, value: Any) -> None:
-    with path.open("w") as file:
-        json.dump(value, file)
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        note_sums(partial, dist.get_rank())
+    except OSError as error:
+        problem = error
+    _share_problem(problem, group)
 
 
 def _publish(root: Path, partial: Path, number: int, keep: int | None, group: dist.ProcessGroup) -> Path:
@@ -238,7 +241,7 @@ def _publish(root: Path, partial: Path, number: int, keep: int | None, group: di
     dist.barrier(group=group)
     if dist.get_rank() == 0:
         try:
-            _rename(root, partial, final, keep)
+            publish(root, partial, final, keep)
         except OSError as error:
             problem = error
     _share_problem(problem, group)
@@ -261,28 +264,6 @@ def _share_problem(problem: Exception | None, group: dist.ProcessGroup) -> None:
 _TEXT_BYTES = 256
 
 
-def _rename(root: Path, partial: Path, final: Path, keep: int | None) -> None:
-    replaced = root / f"{_PARTIAL}replaced-{final.name}"
-    if final.exists():
-        os.rename(final, replaced)
-    os.rename(partial, final)
-    _sync_folder(root)
-    for old in list_checkpoints(root)[: -keep if keep else None] if keep is not None else []:
-        os.rename(
-            old, root / f"{_PARTIAL}old-{old.name}"
-        )  # what is half removed must not look like a checkpoint
-    for leftover in root.glob(f"{_PARTIAL}*"):
-        shutil.rmtree(leftover, ignore_errors=True)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _explained(error: BaseException, partial: Path) -> BaseException:
     if dist.get_rank() == 0:
         shutil.rmtree(partial, ignore_errors=True)
@@ -292,12 +273,6 @@ def _explained(error: BaseException, partial: Path) -> BaseException:
     failure = fail("E408", "save", f"{partial.name} was not published: {type(error).__name__}: {detail}")
     failure.__cause__ = error
     return failure
-
-
-def list_checkpoints(root: Path) -> list[Path]:
-    """The complete checkpoints of a run, oldest first."""
-    found = [(int(match[1]), path) for path in root.iterdir() if (match := _STEP_PATTERN.match(path.name))]
-    return [path for _, path in sorted(found)]
 
 
 def resume(
@@ -321,11 +296,13 @@ def resume(
         chosen = find_checkpoint(Path(folder), which)
         state = _read_state(chosen, policy)
         metadata = read_metadata(chosen)
-        _check_files(chosen, metadata)
+        files = needed_files(chosen, metadata)
     if len(set(exchange(chosen.name))) > 1:
         raise fail(
             "E407", "resume", f"ranks see different checkpoints: {sorted(set(exchange(chosen.name)))}."
         )
+    with together("resume"):
+        check_sums(chosen, files, dist.get_rank(), dist.get_world_size())
     ranges = model_ranges(policy)
     described = metadata.state_dict_metadata
     with together("resume"):
@@ -353,23 +330,6 @@ def _explaining(folder: Path) -> Iterator[None]:
     except CheckpointException as error:
         detail = " ".join(str(error).split())[-300:]
         raise fail("E407", "resume", f"{folder.name} cannot be read: {detail}") from error
-
-
-def find_checkpoint(folder: Path, which: str) -> Path:
-    """The asked checkpoint's folder."""
-    if (folder / STATE_NAME).exists():
-        return folder
-    found = list_checkpoints(folder) if folder.is_dir() else []
-    if not found:
-        raise fail("E407", "resume", f"{folder} holds no complete checkpoint.")
-    if which == "latest":
-        return found[-1]
-    named = [path for path in found if path.name == which]
-    if not named:
-        raise fail(
-            "E407", "resume", f"{folder} has no {which!r}; it has {', '.join(path.name for path in found)}."
-        )
-    return named[0]
 
 
 def _read_state(folder: Path, policy: ShardedModel) -> dict[str, Any]:
@@ -417,17 +377,3 @@ def _check_optimizer(
                 raise fail(
                     "E407", "resume", f"{folder.name}: 'optim.{name}.{key}' is not there.", tensor=name
                 )
-
-
-def _check_files(folder: Path, metadata: Any) -> None:
-    """Every file that the metadata names is there and long enough."""
-    needed: dict[str, int] = {}
-    if not metadata.storage_data:
-        raise fail("E407", "resume", f"{folder.name}: its metadata names no file.")
-    for info in metadata.storage_data.values():
-        needed[info.relative_path] = max(needed.get(info.relative_path, 0), info.offset + info.length)
-    for name, size in needed.items():
-        path = folder / name
-        if not path.exists() or path.stat().st_size < size:
-            found = path.stat().st_size if path.exists() else "no"
-            raise fail("E407", "resume", f"{folder.name}: {name} has {found} bytes of {size}.")

@@ -53,7 +53,9 @@ class WeightStream:
                 "C001", "export", f"dtype={dtype!r} is not None, 'checkpoint' or a floating torch.dtype."
             )
         self.policy = policy
-        self.gather_bytes = bucket_bytes // 2  # sent, received, in order: what is gathered is there three times
+        self.gather_bytes = (
+            bucket_bytes // 2
+        )  # sent, received, in order: what is gathered is there three times
         self.digests = digests
         self.allow_nonfinite = allow_nonfinite
         self.deadline_s = deadline_s

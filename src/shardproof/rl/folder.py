@@ -10,8 +10,9 @@ import torch.distributed as dist
 from shardproof.config.load import to_json
 from shardproof.config.schema import Recipe
 from shardproof.dist.collectives import exchange
+from shardproof.export.folders import list_checkpoints
 from shardproof.export.pretrained import save_pretrained
-from shardproof.export.state import list_checkpoints, resume, save_checkpoint
+from shardproof.export.state import resume, save_checkpoint
 from shardproof.rl.checks import CONFIG_NAME, check_folder
 from shardproof.rl.experience import Experience
 from shardproof.rl.loggers import EVENTS_NAME, SAMPLES_NAME, append_line
