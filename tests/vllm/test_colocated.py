@@ -227,3 +227,24 @@ def test_an_address_for_other_machines_is_allowed_and_warned_of():
         check_settings(VllmSettings(mode="server", host="0.0.0.0", allow_remote=True))
     check_settings(VllmSettings(mode="server", host="::1"))
     check_settings(VllmSettings(mode="server", url="unix:/run/vllm.sock"))
+
+
+def source(folder: str) -> tuple[list[str], list[str], int, str]:
+    import shardproof as sp
+    from shardproof.rollout.vllm_source import StreamSource, make_sender
+
+    policy = load_policy(folder)
+    stream = StreamSource(sp.WeightStream(policy))
+    said = [meta.name for meta in stream.metadata()]
+    # vLLM checks the order itself here, and raises where it is another.
+    sent = [name for names, _ in stream.iter_groups() for name in names]
+    return said, sent, len(stream.groups()), failure(make_sender, "nccl", stream, None, 1)
+
+
+def test_the_stream_is_a_weight_source_for_vllms_own_transports(models):
+    first, second = run_ranks(2, source, models["tied"])
+    assert first == second
+    said, sent, num_groups, message = first
+    assert sorted(said) == sorted(sent) and len(set(said)) == len(said)
+    assert num_groups == 4  # embedding, two layers, final norm
+    assert "transport='nccl' moves tensors between GPUs, and this machine has none" in message

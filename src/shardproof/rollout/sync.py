@@ -138,8 +138,12 @@ class Delivery:
             phase(payload, deadline)
             self.seconds[phase.__name__] = time.perf_counter() - before
         self.seconds["total"] = time.perf_counter() - started
+        return Proof(payload.version, self.gap(payload), dict(self.seconds))
+
+    def gap(self, payload: Delivered) -> float:
+        """The largest difference between what the engine said last and what the trainer says."""
         assert self.said is not None
-        return Proof(payload.version, distance(self.said, payload.expected), dict(self.seconds))
+        return distance(self.said, payload.expected)
 
     def prepare(self, payload: Delivered, deadline: Deadline) -> None:
         """See that the server is there and fits, end what an earlier sync left, stop it, and mark it as pending."""
@@ -168,6 +172,10 @@ class Delivery:
         """See that every worker has every byte, and that the engine computes what the trainer computes."""
         if payload.adapter is None:
             self._check_reports(payload, deadline)
+        self.verify_canary(payload, deadline)
+
+    def verify_canary(self, payload: Delivered, deadline: Deadline) -> None:
+        """See that the engine computes what the trainer computes."""
         self.server.client.post("/resume", None, deadline)
         started = time.perf_counter()
         said = self.ask_canary(payload, deadline)

@@ -23,6 +23,7 @@ from shardproof.export.stream import WeightStream
 from shardproof.rollout.engine import Completion, Request, Sampling
 from shardproof.rollout.sync import CANARY_TOKENS, GENERATE, TOLERANCE, Delivered, Delivery, Proof
 from shardproof.rollout.vllm_client import Deadline, Refused, Unreachable
+from shardproof.rollout.vllm_plugin import BACKEND
 from shardproof.rollout.vllm_server import Served, VllmServer, VllmSettings
 from shardproof.shard.sharded_model import ShardedModel
 from shardproof.train.score import logprobs
@@ -46,6 +47,7 @@ class VllmEngine:
         self._tokens = canary_tokens(policy.model.config.get_text_config().vocab_size)
         self._buffers: list[SharedWeights] = []
         self._folder: Path | None = None
+        self._sender: Any = None  # vLLM's own transport
         self.delivery: Delivery | None = None  # on rank 0
         with self._deadline(self.settings.start_timeout_s), together("rollout"):
             if dist.get_rank() == 0:
@@ -58,7 +60,9 @@ class VllmEngine:
         # A run that fails before it closes its engine leaves no server behind.
         weakref.finalize(self, server.stop)
         server.ensure_up()
-        config = self.policy.model.config.get_text_config().to_dict() | {"dtype": self._dtype}
+        backend = BACKEND if self.settings.transport == "shared" else self.settings.transport
+        config = self.policy.model.config.get_text_config().to_dict()
+        config |= {"dtype": self._dtype, "backend": backend}
         return Delivery(server, f"shardproof-{secrets.token_hex(4)}", self._tokens, tolerance, config)
 
     def _served(self) -> Served:
@@ -95,6 +99,8 @@ class VllmEngine:
         """
         if stream.policy is not self.policy:
             raise fail("C001", "rollout", "the stream is of another policy than the engine was made for.")
+        if self.settings.transport != "shared" and not self._adapter:
+            return self._send_by_vllm(stream)
         started = time.perf_counter()
         receipt, payload = self._pack_adapter() if self._adapter else self._pack_weights()
         written = time.perf_counter() - started
@@ -134,6 +140,38 @@ class VllmEngine:
         folder = Path(root) / f"adapter-{self.policy.version}"
         receipt = save_pretrained(self.policy, folder, self.policy.settings.compute_dtype, merge_lora=False)
         return receipt, {"adapter": str(folder)}
+
+    def _send_by_vllm(self, stream: WeightStream) -> ExportReceipt:
+        """Bring the weights by vLLM's own NCCL or IPC engine; the canary is the proof, and nothing can be brought back.
+
+        Experimental. Collective: every rank.
+        """
+        from shardproof.rollout.vllm_source import StreamSource, SyncClient, make_sender
+
+        limit = self.settings.sync_timeout_s
+        (expected,) = logprobs(self.policy, [self._tokens])
+        payload = Delivered(self.policy.version, expected.tolist())
+        with self._deadline(limit), together("sync"):
+            if self.delivery is not None:
+                self.delivery.committed = None
+                self.delivery.prepare(payload, Deadline(limit))
+        if self._sender is None:
+            client = SyncClient(self.server.client, limit) if self.delivery is not None else None
+            self._sender = make_sender(
+                self.settings.transport, StreamSource(stream), client, self.settings.tensor_parallel_size
+            )
+        self._sender.source.stream = stream
+        self._sender.send_weights()
+        gap: float | None = None
+        with self._deadline(limit), together("sync"):
+            if self.delivery is not None:
+                self.delivery.verify_canary(payload, Deadline(limit))
+                self.delivery.commit(payload, Deadline(limit))
+                gap = self.delivery.gap(payload)
+        assert stream.receipt is not None
+        self.proof = Proof(self.policy.version, exchange(gap)[0], {})
+        self.version = self.policy.version
+        return stream.receipt
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         """Complete every rank's requests, each under its own seed. Collective: every rank, possibly with no request."""

@@ -265,6 +265,9 @@ def environment(settings: VllmSettings, served: Served) -> dict[str, str]:
     if _is_eager(settings, served):
         # The sampler compiles helpers of its own even then, for 20 s before the first answer.
         defaults["TORCHDYNAMO_DISABLE"] = "1"
+    if settings.transport == "ipc":
+        # vLLM pickles CUDA's handles on their way through HTTP.
+        defaults["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
     # The weight routes exist in this mode only.
     return defaults | inherited | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
 
