@@ -12,6 +12,8 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 import shardproof as sp
+from shardproof.rollout.engine import Request, Sampling
+from shardproof.rollout.local import EmbeddedEngine
 from shardproof.shard.holdings import local_shards
 from tests.models import make_checkpoint
 from tests.ranks import run_ranks
@@ -244,3 +246,35 @@ def test_resume_is_bit_identical(tmp_path, group, strategy):
     for extra, difference in on_ranks(group, save_and_resume, folder, str(tmp_path / "run"), strategy):
         assert extra == {"position": 3}
         assert difference == 0.0
+
+
+def decode_both_ways(folder: str, options: dict[str, Any]) -> list[tuple[bool, list[Any], list[Any]]]:
+    """(whether steps are graphs, completions through graphs, completions without), before and after an update."""
+    policy = sp.load(folder, device="cuda", **options)
+    optimizer = sp.make_optimizer(policy, 1e-2)
+    engine = EmbeddedEngine(policy)
+    requests = [Request(tuple(s), seed) for seed, s in enumerate(SEQUENCES * 2)]
+    sampling = Sampling(40, temperature=0.9, stop_ids=(3, 4))
+    found = []
+    for _ in range(2):
+        engine.load_weights(sp.WeightStream(policy, policy.settings.compute_dtype))
+        fixed, through_graphs = engine._fixed, engine.generate(requests, sampling)
+        engine._fixed = None
+        without = engine.generate(requests, sampling)
+        engine._fixed = fixed
+        found.append((fixed is not None, through_graphs, without))
+        sp.train_step(policy, sp.Batch(SEQUENCES), optimizer)
+    return found
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_tied"])
+def test_graphs_draw_what_a_growing_cache_draws(tmp_path, family):
+    folder = make_checkpoint(tmp_path, family)
+    options = {"compute_dtype": torch.float32}
+    (rounds,) = on_ranks(ONE_NCCL, decode_both_ways, str(folder), options)
+    for captured, through_graphs, without in rounds:
+        assert captured
+        assert [c.tokens for c in through_graphs] == [c.tokens for c in without]
+        for one, other in zip(through_graphs, without, strict=True):
+            assert torch.allclose(torch.tensor(one.logprobs), torch.tensor(other.logprobs), atol=1e-4)
+    assert rounds[0][1] != rounds[1][1]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, PreTrainedModel
 
 from shardproof.rollout.engine import Completion, Request, Sampling
 
@@ -67,7 +67,7 @@ class _Running:
         if not requests:
             return
         prompts = {prompt: row for row, prompt in enumerate(dict.fromkeys(r.tokens for r in requests))}
-        self._prompt_of = torch.tensor([prompts[request.tokens] for request in requests], device=device)
+        self.prompt_of = torch.tensor([prompts[request.tokens] for request in requests], device=device)
         longest = max(map(len, prompts))
         ids = torch.zeros(len(prompts), longest, dtype=torch.int64)
         mask = torch.zeros_like(ids)
@@ -80,10 +80,10 @@ class _Running:
     def fan_out(self, logits: torch.Tensor) -> torch.Tensor:
         """Give every request its copy of its prompt's row; returns the logits of each request."""
         if len(logits) < len(self.rows):
-            self.cache.batch_select_indices(self._prompt_of)
-            self.attention_mask = self.attention_mask[self._prompt_of]
-            self.position_ids = self.position_ids[self._prompt_of]
-        return logits[self._prompt_of]
+            self.cache.batch_select_indices(self.prompt_of)
+            self.attention_mask = self.attention_mask[self.prompt_of]
+            self.position_ids = self.position_ids[self.prompt_of]
+        return logits[self.prompt_of]
 
     def advance(self, tokens: torch.Tensor, logprobs: torch.Tensor, sampling: Sampling) -> None:
         """Append a token to each row, drop the rows that are done, and set up the next forward."""
@@ -107,10 +107,44 @@ class _Running:
         self.attention_mask = torch.cat([self.attention_mask, torch.ones_like(self.input_ids)], dim=1)
 
 
+class Prefilled:
+    """Requests whose prompts have been read: a row for each request, with its keys, values and first logits."""
+
+    def __init__(self, model: PreTrainedModel, requests: Sequence[Request], device: torch.device):
+        batch = _Running(requests, model.config, device)
+        output = model(
+            input_ids=batch.input_ids,
+            attention_mask=batch.attention_mask,
+            position_ids=batch.position_ids,
+            past_key_values=batch.cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        self.logits = output.logits[:, -1][batch.prompt_of]
+        self.length = batch.input_ids.shape[1]
+        self.mask = batch.attention_mask[batch.prompt_of].bool()
+        self.last_positions = batch.position_ids[batch.prompt_of, -1:]
+        self._batch = batch
+
+    def layers(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """(keys, values) of each layer, [rows, heads, length, width]."""
+        chosen = self._batch.prompt_of
+        for layer in self._batch.cache.layers:
+            assert layer.keys is not None and layer.values is not None
+            yield layer.keys[chosen], layer.values[chosen]
+
+
 def draw(
     logits: torch.Tensor, seeds: Sequence[int], step: int, sampling: Sampling
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(token, its log-prob) for each row, from one uniform number a row that only its seed and the step decide."""
+    return choose(logits, torch.from_numpy(uniform_numbers(seeds, step)).to(logits.device), sampling)
+
+
+def choose(
+    logits: torch.Tensor, uniform: torch.Tensor, sampling: Sampling
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(token, its log-prob) for each row, by the row's number in [0, 1). Waits for nothing on a device."""
     if sampling.temperature == 0:
         every = torch.log_softmax(logits, dim=-1)
         tokens = logits.argmax(dim=-1)
@@ -120,7 +154,6 @@ def draw(
     if sampling.top_p < 1.0:
         probs = _nucleus(probs, sampling.top_p)
         every = torch.log(probs)
-    uniform = torch.from_numpy(_uniform(seeds, step)).to(logits.device)
     cumulative = probs.double().cumsum(dim=-1)
     # The last entry is 1 up to rounding; scaling by it keeps the draw inside the vocabulary.
     tokens = torch.searchsorted(cumulative, (uniform * cumulative[:, -1])[:, None], right=True).squeeze(1)
@@ -136,7 +169,7 @@ def _nucleus(probs: torch.Tensor, top_p: float) -> torch.Tensor:
     return kept / kept.sum(-1, keepdim=True)
 
 
-def _uniform(seeds: Sequence[int], step: int) -> np.ndarray:
+def uniform_numbers(seeds: Sequence[int], step: int) -> np.ndarray:
     """A number in [0, 1) for each seed that depends on (seed, step) alone: SplitMix64's stream of the seed, at `step`."""
     state = np.array(seeds, np.uint64) + np.uint64(((step + 1) * 0x9E3779B97F4A7C15) % 2**64)
     state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

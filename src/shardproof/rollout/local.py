@@ -20,6 +20,7 @@ from shardproof.model import hf_private
 from shardproof.model.buffers import compute_buffers
 from shardproof.rollout.decode import decode
 from shardproof.rollout.engine import Completion, Request, Sampling
+from shardproof.rollout.static import FixedDecoder, fits
 from shardproof.shard.sharded_model import ShardedModel
 
 
@@ -33,6 +34,9 @@ class EmbeddedEngine:
         self.version = -1
         self.model = _empty_replica(policy)
         self._inlet = _Inlet(self.model, WeightStream(policy, policy.settings.compute_dtype))
+        self._fixed = None
+        if self.device.type == "cuda" and fits(self.model):
+            self._fixed = FixedDecoder(self.model, self.device)
 
     def load_weights(self, stream: WeightStream) -> ExportReceipt:
         """Write a stream into the replica; every element must arrive exactly once. Collective: every rank."""
@@ -50,6 +54,8 @@ class EmbeddedEngine:
         """Complete this rank's requests. Not collective: each rank has its replica."""
         if self.version < 0:
             raise fail("R501", "generate", "the engine has no weights yet.")
+        if self._fixed is not None:
+            return self._fixed(requests, sampling, self.version)
         return decode(
             self._forward,
             requests,

@@ -1,0 +1,213 @@
+"""Decoding in fixed memory: on CUDA every step is one captured graph, and the host waits for none of them.
+
+Decoding token by token is bound by kernel launches: a step of a small model reads its weights in under a millisecond
+and takes some thirty to launch. Here the step (model, draw, bookkeeping) touches tensors that stay where they are, so
+it is captured once and replayed. Prompts are read as ever, into a growing cache that is then copied into the fixed one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, PreTrainedModel, StaticCache
+from transformers.cache_utils import StaticLayer
+
+from shardproof.rollout.decode import Prefilled, choose, uniform_numbers
+from shardproof.rollout.engine import Completion, Request, Sampling
+
+FIXED = "shardproof_fixed_cache"
+_LENGTH_STEP = (
+    128  # cache lengths are rounded up to this, so that prompts of other lengths use the same graph
+)
+_CHECK_EVERY = 16  # steps between two looks at whether every row has finished
+_KEPT = 2  # graphs: one for training, one for evaluation
+
+
+def grouped_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention of one new token to a cache: queries that share a key head stand side by side as one short sequence,
+    so that keys and values are read once and never repeated."""
+    rows, num_heads, _, width = query.shape
+    num_key_heads = key.shape[1]
+    folded = query.reshape(rows, num_key_heads, num_heads // num_key_heads, width)
+    out = scaled_dot_product_attention(folded, key, value, attn_mask=attention_mask, scale=scaling)
+    return out.reshape(rows, 1, num_heads, value.shape[-1]), None
+
+
+AttentionInterface.register(FIXED, grouped_attention)
+
+
+def fits(model: PreTrainedModel) -> bool:
+    """Whether a model can be decoded in fixed memory: a plain cache in every layer, attention without extras, and no
+    experts, whose token counts the host would have to know."""
+    config = model.config.get_text_config(decoder=True)
+    extras = ("attn_logit_softcapping", "final_logit_softcapping", "num_experts", "num_local_experts")
+    if any(getattr(config, name, None) for name in (*extras, "n_routed_experts")):
+        return False
+    if any("sinks" in name for name, _ in model.named_parameters()) or not model._supports_sdpa:
+        return False
+    try:
+        return all(type(layer) is StaticLayer for layer in StaticCache(config, max_cache_len=1).layers)
+    except (KeyError, TypeError, ValueError):
+        return False
+
+
+class FixedDecoder:
+    """Decodes batches with one model. The model's parameters may be written between calls, not moved."""
+
+    def __init__(self, model: PreTrainedModel, device: torch.device):
+        self._model = model
+        self._device = device
+        self._loops: dict[Any, _Loop] = {}
+
+    def __call__(self, requests: Sequence[Request], sampling: Sampling, version: int) -> list[Completion]:
+        """Complete all requests in one batch."""
+        if not requests:
+            return []
+        started = Prefilled(self._model, requests, self._device)
+        needed = started.length + sampling.max_new_tokens
+        length = -(-needed // _LENGTH_STEP) * _LENGTH_STEP
+        key = (len(requests), length, sampling)
+        loop = self._loops.pop(key, None)
+        if loop is None:
+            while len(self._loops) >= _KEPT:
+                self._loops.pop(next(iter(self._loops)))
+            loop = _Loop(self._model, len(requests), length, sampling, self._device)
+        self._loops[key] = loop
+        tokens, logprobs = loop.run(started, [request.seed for request in requests])
+        return [
+            _completion(row, scores, sampling, version)
+            for row, scores in zip(tokens.tolist(), logprobs.tolist(), strict=True)
+        ]
+
+
+def _completion(tokens: list[int], logprobs: list[float], sampling: Sampling, version: int) -> Completion:
+    """A row, cut after its first stop token."""
+    end = next((at + 1 for at, token in enumerate(tokens) if token in sampling.stop_ids), len(tokens))
+    finished = tokens[end - 1] in sampling.stop_ids
+    return Completion(tuple(tokens[:end]), tuple(logprobs[:end]), finished, version)
+
+
+class _Loop:
+    """The memory of one batch size, cache length and sampling, and the step that works in it."""
+
+    def __init__(
+        self, model: PreTrainedModel, rows: int, length: int, sampling: Sampling, device: torch.device
+    ):
+        self._model = model
+        self._sampling = sampling
+        self._device = device
+        self._cache = StaticCache(model.config, max_cache_len=length)
+        steps = sampling.max_new_tokens
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        self._ids, self._positions = zeros(rows, 1), zeros(rows, 1)
+        self._mask = zeros(rows, 1, 1, length, dtype=torch.bool)
+        self._column, self._step = zeros(1), zeros(1)
+        self._uniform = zeros(steps, rows, dtype=torch.float64)
+        self._tokens, self._logprobs = zeros(steps, rows), zeros(steps, rows, dtype=torch.float32)
+        self._done = zeros(rows, dtype=torch.bool)
+        self._stops = torch.tensor(sampling.stop_ids or (-1,), device=device)
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def run(self, started: Prefilled, seeds: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """(tokens, log-probs), each [rows, steps], on the host."""
+        steps = self._sampling.max_new_tokens
+        numbers = np.stack([uniform_numbers(seeds, step) for step in range(steps)])
+        if self._device.type == "cuda" and self._graph is None and steps > 1:
+            self._capture(started)
+        self._uniform.copy_(torch.from_numpy(numbers))
+        self._fill(started)
+        self._record(started.logits)
+        taken = 1
+        with _attention(self._model):
+            for taken in range(1, steps + 1):
+                if taken == steps or (taken % _CHECK_EVERY == 1 and bool(self._done.all())):
+                    break
+                self._graph.replay() if self._graph is not None else self._advance()
+        return self._tokens[:taken].T.cpu(), self._logprobs[:taken].T.cpu()
+
+    def _fill(self, started: Prefilled) -> None:
+        """Put the prompts' keys and values into the fixed cache, and begin at its end."""
+        width = started.length
+        for fixed, grown in zip(self._cache.layers, started.layers(), strict=True):
+            if not fixed.is_initialized:
+                fixed.lazy_initialization(*grown)
+            assert fixed.keys is not None and fixed.values is not None
+            fixed.keys[:, :, :width].copy_(grown[0])
+            fixed.values[:, :, :width].copy_(grown[1])
+            fixed.cumulative_length.fill_(width)
+        self._mask.zero_()
+        self._mask[:, 0, 0, :width].copy_(started.mask)
+        self._positions.copy_(started.last_positions)
+        self._column.fill_(width)
+        self._step.zero_()
+        self._done.zero_()
+
+    def _record(self, logits: torch.Tensor) -> None:
+        """Draw a token for each row and note it; what follows its position is set up. Nothing waits for the host."""
+        uniform = self._uniform.index_select(0, self._step).squeeze(0)
+        tokens, logprobs = choose(logits.float(), uniform, self._sampling)
+        self._tokens.index_copy_(0, self._step, tokens[None])
+        self._logprobs.index_copy_(0, self._step, logprobs[None])
+        self._done.logical_or_(torch.isin(tokens, self._stops))
+        self._ids.copy_(tokens[:, None])
+        self._positions.add_(1)
+        self._step.add_(1)
+
+    def _advance(self) -> None:
+        """One step: the last token in, the next one out."""
+        self._mask.index_fill_(3, self._column, True)
+        self._column.add_(1)
+        output = self._model(
+            input_ids=self._ids,
+            attention_mask=self._mask,
+            position_ids=self._positions,
+            past_key_values=self._cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        self._record(output.logits[:, -1])
+
+    def _capture(self, started: Prefilled) -> None:
+        """Run a step twice for what happens only once, then record it. What they write is written over by `run`."""
+        self._fill(started)
+        stream = torch.cuda.Stream(self._device)
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with _attention(self._model), torch.cuda.stream(stream):
+            for _ in range(2):
+                self._step.zero_()
+                self._advance()
+            self._step.zero_()
+        torch.cuda.current_stream(self._device).wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with _attention(self._model), torch.cuda.graph(graph):
+            self._advance()
+        self._graph = graph
+
+
+@contextmanager
+def _attention(model: PreTrainedModel) -> Iterator[None]:
+    """The model with attention to a fixed cache."""
+    config = model.config.get_text_config(decoder=True)
+    before = config._attn_implementation
+    config._attn_implementation = FIXED
+    try:
+        yield
+    finally:
+        config._attn_implementation = before

@@ -1,0 +1,93 @@
+"""Decoding in fixed memory draws what decoding in a growing cache draws."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from shardproof.rollout.decode import decode
+from shardproof.rollout.engine import Request, Sampling
+from shardproof.rollout.static import FixedDecoder, fits
+from tests.models import make_checkpoint
+
+CPU = torch.device("cpu")
+PROMPTS = [(5, 6, 7), (9,), (5, 6, 7), tuple(range(20, 37))]
+
+
+def model_of(family, tmp_path_factory):
+    folder = make_checkpoint(tmp_path_factory.mktemp(family), family)
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="sdpa"
+    ).eval()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return model_of("qwen3_tied", tmp_path_factory)
+
+
+def grown(model, requests, sampling):
+    def forward(ids, mask, positions, cache):
+        return model(
+            input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
+        ).logits[:, -1]
+
+    with torch.no_grad():
+        return decode(forward, requests, sampling, config=model.config, device=CPU, version=3)
+
+
+def fixed(decoder, requests, sampling):
+    with torch.no_grad():
+        return decoder(requests, sampling, 3)
+
+
+def assert_same(found, wanted):
+    assert [c.tokens for c in found] == [c.tokens for c in wanted]
+    assert [(c.finished, c.version) for c in found] == [(c.finished, c.version) for c in wanted]
+    for one, other in zip(found, wanted, strict=True):
+        assert torch.allclose(torch.tensor(one.logprobs), torch.tensor(other.logprobs), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(40),
+        Sampling(40, temperature=0.0),
+        Sampling(40, temperature=1.3, top_p=0.8),
+        Sampling(40, stop_ids=tuple(range(0, 64, 5))),
+        Sampling(1),
+        Sampling(17, stop_ids=tuple(range(64))),
+    ],
+    ids=["plain", "greedy", "nucleus", "stops", "one token", "stops at once"],
+)
+def test_the_same_tokens_and_log_probs(model, sampling):
+    requests = [Request(prompt, seed) for seed, prompt in enumerate(PROMPTS)]
+    decoder = FixedDecoder(model, CPU)
+    assert_same(fixed(decoder, requests, sampling), grown(model, requests, sampling))
+
+
+def test_memory_is_used_again_and_leaves_nothing_behind(model):
+    """Another batch of the same size, after weights have changed; then the first again."""
+    decoder = FixedDecoder(model, CPU)
+    sampling = Sampling(12)
+    first = [Request(prompt, seed) for seed, prompt in enumerate(PROMPTS)]
+    second = [Request(prompt[::-1], seed + 7) for seed, prompt in enumerate(PROMPTS)]
+    for requests in (first, second, first):
+        assert_same(fixed(decoder, requests, sampling), grown(model, requests, sampling))
+        with torch.no_grad():
+            model.model.embed_tokens.weight.mul_(1.01)
+    assert len(decoder._loops) == 1
+
+
+def test_no_requests(model):
+    assert fixed(FixedDecoder(model, CPU), [], Sampling(4)) == []
+
+
+@pytest.mark.parametrize(
+    ("family", "wanted"),
+    [("llama", True), ("qwen3_tied", True), ("qwen3_moe", False), ("gpt_oss", False), ("gemma3_text", False)],
+)
+def test_which_models_fit(family, wanted, tmp_path_factory):
+    folder = make_checkpoint(tmp_path_factory.mktemp(family), family)
+    assert fits(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)) == wanted
