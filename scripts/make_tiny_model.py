@@ -46,6 +46,7 @@ def make_config(vocabulary: int) -> LlamaConfig:
         num_hidden_layers=3,
         num_attention_heads=4,
         num_key_value_heads=2,
+        head_dim=32,  # the smallest that vLLM serves on a CPU
         max_position_embeddings=64,
         tie_word_embeddings=True,
         bos_token_id=None,
