@@ -108,8 +108,22 @@ def _by_sequence(
             attend(query[:, :, a:b], key[:, :, a:b], value[:, :, a:b], *args) for a, b in packing.spans()
         ]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+    if packing.ordered:
+        return _by_length(attend, query[0], key[0], value[0], groups, *args)[None]
     order, back = packing.order()
     query, key, value = (states[0].index_select(1, order) for states in (query, key, value))
+    return _by_length(attend, query, key, value, groups, *args).index_select(1, back)[None]
+
+
+def _by_length(
+    attend: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    groups: dict[int, int],
+    *args: Any,
+) -> torch.Tensor:
+    """`attend` on [heads, tokens, size] in which sequences of one length are side by side."""
     parts, at = [], 0
     for length, number in groups.items():
         size = length * number
@@ -119,7 +133,7 @@ def _by_sequence(
         )
         parts.append(attend(*batch, *args).transpose(0, 1).flatten(1, 2))
         at += size
-    return torch.cat(parts, dim=1).index_select(1, back)[None]
+    return torch.cat(parts, dim=1)
 
 
 def _visible(length: int, window: int | None, device: torch.device) -> torch.Tensor:

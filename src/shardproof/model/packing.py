@@ -41,6 +41,11 @@ class Packing:
         """{length: number of sequences that have it}, in the order in which `order` puts them."""
         return dict(Counter(sorted(self.lengths)))
 
+    @property
+    def ordered(self) -> bool:
+        """Sequences of one length are side by side already."""
+        return self.lengths == sorted(self.lengths)
+
     def order(self) -> tuple[torch.Tensor, torch.Tensor]:
         """(token positions with sequences of one length side by side, the way back); found once for all layers."""
         if self._order is None:

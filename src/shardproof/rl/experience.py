@@ -147,13 +147,12 @@ def _batch(run: Run, groups: Sequence[Group]) -> Batch:
         for completion in group.completions:
             prompt = len(group.prompt.tokens)
             sequences.append([*group.prompt.tokens, *completion.tokens])
-            mask.append(torch.cat([torch.zeros(prompt - 1), torch.ones(len(completion.tokens))]))
-            rollout.append(torch.cat([torch.zeros(prompt - 1), torch.tensor(completion.logprobs)]))
+            before = [0.0] * (prompt - 1)
+            mask.append(before + [1.0] * len(completion.tokens))
+            rollout.append([*before, *completion.logprobs])
     columns: dict[str, Any] = {"mask": mask, "rollout_logps": rollout}
     columns |= _scores(run, sequences)
-    batch = Batch(sequences, **columns)
-    token_rewards = _token_rewards(run, groups, batch)
-    return _with_advantages(run, groups, batch, token_rewards)
+    return _with_advantages(run, groups, Batch(sequences, **columns))
 
 
 def _scores(run: Run, sequences: list[list[int]]) -> dict[str, Any]:
@@ -175,41 +174,41 @@ def _scores(run: Run, sequences: list[list[int]]) -> dict[str, Any]:
 
 def _token_rewards(run: Run, groups: Sequence[Group], batch: Batch) -> list[torch.Tensor]:
     """Each sequence's reward on its last token, less the KL of each token if that belongs to the reward."""
+    if not groups:
+        return []
     settings = run.recipe.algorithm
-    rewards = [reward for group in groups for reward in group.rewards]
-    rows = []
-    for k, mask in enumerate(batch.columns["mask"]):
-        row = torch.zeros_like(mask)
-        row[-1] = rewards[k]
-        if settings.kl_coef > 0 and settings.kl_in == "reward":
-            old, ref = batch.columns["old_logps"][k], batch.columns["ref_logps"][k]
-            row -= settings.kl_coef * adv.kl_estimate(old, ref, settings.kl_estimator) * mask
-        rows.append(row)
-    return rows
+    row = torch.zeros(len(batch.flat("mask")))
+    last = torch.tensor([length - 1 for length in batch.lengths]).cumsum(0) - 1
+    row[last] = torch.tensor([reward for group in groups for reward in group.rewards])
+    if settings.kl_coef > 0 and settings.kl_in == "reward":
+        kl = adv.kl_estimate(batch.flat("old_logps"), batch.flat("ref_logps"), settings.kl_estimator)
+        row -= settings.kl_coef * kl * batch.flat("mask")
+    return batch.rows(row)
 
 
-def _with_advantages(
-    run: Run, groups: Sequence[Group], batch: Batch, token_rewards: list[torch.Tensor]
-) -> Batch:
+def _with_advantages(run: Run, groups: Sequence[Group], batch: Batch) -> Batch:
     kind = ALGORITHMS[run.recipe.algorithm.name].advantages
-    masks = batch.columns["mask"]
+    token_rewards = _token_rewards(run, groups, batch)
     if kind == "gae":
         return _gae(run, batch, token_rewards)
+    masks = batch.columns["mask"]
     if kind == "batch":
         returns = [
             adv.discounted(row, run.recipe.algorithm.gamma) * m
             for row, m in zip(token_rewards, masks, strict=True)
         ]
         return batch.with_column("advantages", _normalised_over_batch(returns, masks))
-    totals = [float(row.sum()) for row in token_rewards]
-    size = run.recipe.rollout.group_size
+    if not groups:
+        return batch.with_column("advantages", [])
     function = {
         "normalised": adv.group_normalised,
         "centred": adv.group_centred,
         "leave_one_out": adv.leave_one_out,
     }[kind]
-    rows = function(torch.tensor(totals).view(-1, size)).flatten() if totals else torch.empty(0)
-    return batch.with_column("advantages", [a * mask for a, mask in zip(rows, masks, strict=True)])
+    sequence = batch.sequence_indices()
+    totals = torch.zeros(len(batch)).index_add(0, sequence, torch.cat(token_rewards))
+    each = function(totals.view(-1, run.recipe.rollout.group_size)).flatten()
+    return batch.with_column("advantages", batch.rows(each[sequence] * batch.flat("mask")))
 
 
 def _gae(run: Run, batch: Batch, token_rewards: list[torch.Tensor]) -> Batch:

@@ -140,6 +140,7 @@ def update(run: Run, experience: Experience) -> list[Update]:
             continue
         constant = num_sequences * run.sampling.max_new_tokens
         weighed = weigh(part, facts.weights, constant=constant, share=run.policy.model.sequence_parallel)
+        weighed = _with_signal(run, weighed)
         stepped = _step(
             run.policy,
             weighed,
@@ -153,6 +154,20 @@ def update(run: Run, experience: Experience) -> list[Update]:
             critic = _step(run.critic, weighed, loss=value(settings.value_clip), **options)
         updates.append(Update(stepped, critic))
     return updates
+
+
+def _with_signal(run: Run, batch: Batch) -> Batch:
+    """The batch without sequences that cannot move the policy: those of groups whose rewards are all equal.
+
+    Their gradient is zero, so the update is the same and cheaper; weights are those of the whole batch. Where another
+    term of the loss counts every token, or no sequence would be left, nothing is dropped. Collective: every rank.
+    """
+    settings = run.recipe.algorithm
+    in_loss = settings.kl_coef if settings.kl_in == "loss" else 0.0
+    if run.imitates or run.critic is not None or in_loss or settings.entropy_coef or settings.router_coef:
+        return batch
+    moving = [i for i, row in enumerate(batch.columns["advantages"]) if bool(row.any())]
+    return batch.select(moving) if any(exchange(len(moving))) else batch
 
 
 def _step(trained: Trained, batch: Batch, **options: Any) -> StepResult:

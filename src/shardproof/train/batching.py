@@ -79,8 +79,12 @@ class Batch:
 
     def sequence_indices(self) -> torch.Tensor:
         """Which sequence each prediction belongs to."""
-        sizes = torch.tensor([length - 1 for length in self.lengths])
+        sizes = torch.tensor([length - 1 for length in self.lengths], dtype=torch.int64)
         return torch.repeat_interleave(torch.arange(len(self)), sizes)
+
+    def rows(self, flat: torch.Tensor) -> TokenColumn:
+        """A row of all predictions cut into one tensor a sequence: the inverse of `flat`."""
+        return list(flat.split([length - 1 for length in self.lengths])) if len(self) else []
 
     def flat(self, name: str) -> torch.Tensor:
         """A column of all predictions in one row."""
@@ -96,16 +100,19 @@ def spread(batch: Batch, micro_batch_tokens: int, *, one_by_one: bool) -> list[t
     """
     if micro_batch_tokens < 1:
         raise fail("C001", "batch", f"micro_batch_tokens={micro_batch_tokens} must be positive.")
-    needed = len(batch) if one_by_one else _bins_needed(batch.lengths, micro_batch_tokens)
+    lengths = batch.lengths
+    needed = len(batch) if one_by_one else _bins_needed(lengths, micro_batch_tokens)
     num_bins = max(max(exchange(needed)), 1)
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     loads = [0] * num_bins
     # Longest first, into the emptiest bin: within 4/3 of the best balance.
-    for index in sorted(range(len(batch)), key=lambda i: (-batch.lengths[i], i)):
+    for index in sorted(range(len(batch)), key=lambda i: (-lengths[i], i)):
         target = loads.index(min(loads))
         bins[target].append(index)
-        loads[target] += batch.lengths[index]
-    return [(batch.select(sorted(indices)), sorted(indices)) for indices in bins]
+        loads[target] += lengths[index]
+    # By length: attention takes sequences of one length together, and need not bring them together first.
+    ordered = [sorted(indices, key=lambda i: (lengths[i], i)) for indices in bins]
+    return [(batch.select(indices), indices) for indices in ordered]
 
 
 def _bins_needed(lengths: list[int], capacity: int) -> int:
@@ -143,22 +150,20 @@ def weigh(batch: Batch, how: str = "token_mean", *, constant: float | None = Non
 
     Collective: every rank.
     """
-    masks = batch.masks()
-    counts = [float(mask.sum()) for mask in masks]
-    totals = exchange([sum(counts), sum(count > 0 for count in counts)])
+    mask = torch.cat([torch.empty(0), *batch.masks()])
+    sequence = batch.sequence_indices()
+    counts = torch.zeros(len(batch)).index_add(0, sequence, mask)
+    totals = exchange([float(counts.sum()), int((counts > 0).sum())])
     num_tokens = sum(row[0] for row in totals) / share
     num_sequences = sum(row[1] for row in totals) / share
     if how == "token_mean":
-        weights = [mask / max(num_tokens, 1.0) for mask in masks]
+        weights = mask / max(num_tokens, 1.0)
     elif how == "sequence_mean":
-        weights = [
-            mask / max(count, 1.0) / max(num_sequences, 1.0)
-            for mask, count in zip(masks, counts, strict=True)
-        ]
+        weights = mask / counts.clamp(min=1.0)[sequence] / max(num_sequences, 1.0)
     elif how == "constant":
         if not constant:
             raise fail("C001", "batch", "how='constant' needs constant=, the number to divide by.")
-        weights = [mask / constant for mask in masks]
+        weights = mask / constant
     else:
         raise fail("C001", "batch", f"how={how!r} is not one of token_mean, sequence_mean, constant.")
-    return batch.with_column("weights", weights)
+    return batch.with_column("weights", batch.rows(weights))

@@ -269,7 +269,9 @@ class _Inputs:
         self.targets = to_device(targets[local], device)
         self.model_inputs: dict[str, object] = {"input_ids": to_device(tokens[local], device)[None]}
         if packed:
-            positions = torch.cat([torch.arange(len(sequence)) for sequence in padded])
+            sizes = torch.tensor([len(sequence) for sequence in padded])
+            starts = torch.repeat_interleave(sizes.cumsum(0) - sizes, sizes)
+            positions = torch.arange(len(tokens)) - starts
             self.model_inputs["position_ids"] = to_device(positions[local], device)[None]
             self.model_inputs["packing"] = Packing([len(s) for s in padded], device, self._group)
         self._keep = to_device(_prediction_positions(lengths if micro_batch.sequences else []), device)
@@ -283,11 +285,9 @@ class _Inputs:
 
 def _prediction_positions(lengths: list[int]) -> torch.Tensor:
     """Every position of the packed row but each sequence's last."""
-    positions, at = [torch.empty(0, dtype=torch.int64)], 0
-    for length in lengths:
-        positions.append(torch.arange(at, at + length - 1))
-        at += length
-    return torch.cat(positions)
+    predicts = torch.ones(sum(lengths), dtype=torch.bool)
+    predicts[torch.tensor(lengths, dtype=torch.int64).cumsum(0) - 1] = False
+    return predicts.nonzero().flatten()
 
 
 def scoring_of(policy: ShardedModel) -> Scoring:

@@ -168,7 +168,8 @@ def _prepare(
         batch = batch if len(batch) else batch.with_column("weights", [])
     else:
         batch = weigh(batch, share=policy.sequence_parallel)
-    counts = exchange([len(batch), int(sum(float((w != 0).sum()) for w in batch.columns["weights"]))])
+    num_counted = int((batch.flat("weights") != 0).sum()) if len(batch) else 0
+    counts = exchange([len(batch), num_counted])
     if not any(count[0] for count in counts):
         raise fail(
             "C004", "train_step", "no rank has a sequence.", fix="pass at least one sequence on some rank"
