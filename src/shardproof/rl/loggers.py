@@ -60,9 +60,15 @@ class TensorBoard:
 
 
 class Progress:
-    """A live line on a terminal, a plain line a step elsewhere."""
+    """A live line on a terminal, a plain line a step elsewhere: step, the main metrics, time left."""
 
-    _SHOWN = ("reward/mean", "kl/mean", "loss/policy", "grad_norm", "tokens_per_s")
+    _SHOWN = (
+        ("reward/mean", "reward {:.3f}"),
+        ("kl/mean", "KL {:.4f}"),
+        ("loss/policy", "loss {:.4f}"),
+        ("grad_norm", "grad norm {:.3f}"),
+        ("tokens_per_s", "{:,.0f} tokens/s"),
+    )
 
     def __init__(self, num_steps: int, first_step: int):
         self._num_steps = num_steps
@@ -74,19 +80,18 @@ class Progress:
             from rich.progress import Progress as Bar
 
             columns = (
-                BarColumn(),
+                TextColumn("step"),
                 MofNCompleteColumn(),
+                BarColumn(bar_width=20),
                 TextColumn("{task.description}"),
-                TimeRemainingColumn(),
+                TimeRemainingColumn(compact=True, elapsed_when_finished=True),
             )
             self._live = Bar(*columns, console=Console(stderr=True))
             self._task = self._live.add_task("starting", total=num_steps, completed=first_step)
             self._live.start()
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        shown = "  ".join(
-            f"{name.split('/')[0]} {metrics[name]:.4g}" for name in self._SHOWN if name in metrics
-        )
+        shown = "  ".join(text.format(metrics[name]) for name, text in self._SHOWN if name in metrics)
         if self._live is not None:
             self._live.update(self._task, completed=step, description=shown)
             return

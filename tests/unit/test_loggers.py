@@ -1,0 +1,53 @@
+"""Where numbers go: the lines of a resumed run, and what is shown while a run goes on."""
+
+import json
+import os
+import pty
+import re
+import sys
+
+from shardproof.rl.loggers import JsonLines, Progress
+
+METRICS = {
+    "reward/mean": 0.5,
+    "kl/mean": 0.00125,
+    "loss/policy": -0.01,
+    "grad_norm": 1.25,
+    "tokens_per_s": 12345.6,
+    "lr": 1.0,
+}
+SHOWN = "reward 0.500  KL 0.0013  loss -0.0100  grad norm 1.250  12,346 tokens/s"
+
+
+def test_a_resumed_run_drops_what_it_takes_again_and_goes_on_with_the_clock(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    before = [{"step": step, "time": 100.0 * step, "metrics": {}} for step in (1, 2, 3)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in before) + '{"step": 4, "ti')
+    logger = JsonLines(tmp_path, first_step=2)
+    logger.log(3, {"reward/mean": 1.0, "grad_norm": float("inf")})
+    found = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["step"] for line in found] == [1, 2, 3]
+    assert found[2]["time"] >= 200.0
+    assert found[2]["metrics"] == {"reward/mean": 1.0, "grad_norm": None}, "infinity is not JSON"
+
+
+def test_without_a_terminal_each_step_is_a_line(capsys):
+    progress = Progress(num_steps=10, first_step=4)
+    progress.log(5, METRICS)
+    progress.close()
+    line = capsys.readouterr().err
+    assert line.startswith(f"step 5/10  {SHOWN}  left ")
+
+
+def test_on_a_terminal_one_line_is_redrawn(monkeypatch):
+    ours, theirs = pty.openpty()
+    monkeypatch.setenv("COLUMNS", "140")
+    with open(theirs, "w") as terminal:
+        monkeypatch.setattr(sys, "stderr", terminal)
+        progress = Progress(num_steps=10, first_step=4)
+        progress.log(5, METRICS)
+        progress.close()
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", os.read(ours, 65536).decode())
+    os.close(ours)
+    last = text.rstrip().splitlines()[-1].split("\r")[-1]
+    assert "5/10" in last and SHOWN in last, text
