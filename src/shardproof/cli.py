@@ -11,7 +11,7 @@ import typer
 
 from shardproof.config.load import from_json, load_recipe, to_json
 from shardproof.config.schema import Recipe
-from shardproof.doctor.commands import CountingCommand, doctor
+from shardproof.doctor.commands import CountingCommand, doctor, estimate
 from shardproof.errors import ConfigError, ShardproofError
 
 _EXPLAINED = (2, 3)  # exit codes of ranks that print their findings
@@ -19,6 +19,7 @@ _PATIENCE_S = 180  # for the step and the checkpoint that ranks finish after a s
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 app.command(cls=CountingCommand)(doctor)
+app.command(cls=CountingCommand)(estimate)
 
 
 @app.callback()

@@ -14,6 +14,16 @@ from rich.table import Table
 
 from shardproof.doctor.results import Buffer, Examination, Report
 
+ESTIMATED = (
+    "parameters",
+    "gradients",
+    "optimizer",
+    "activations",
+    "gathered",
+    "export",
+    "load_peak",
+    "step_peak",
+)
 MAX_BUFFERS, MAX_RANKS = 6, 8  # more than these are shown by the first and the last ones
 
 
@@ -109,6 +119,23 @@ def buffer_table(buffers: Sequence[Buffer]) -> Table:
                 first_values(buffer),
             )
     return table
+
+
+def print_estimates(label: str, layout: str, num_tokens: int, rows: Sequence[Any]) -> None:
+    """Bytes of one rank by kind; a column for each number of ranks."""
+    console = Console(width=None if Console().is_terminal else 140)
+    unit, size = ("GiB", 2**30) if max(row.peak for row in rows) >= 2**30 else ("MiB", 2**20)
+    title = f"{escape(label)}: {unit} a rank, {escape(layout)}, micro-batches of {num_tokens} tokens"
+    table = Table(title=title, title_justify="left")
+    table.add_column("ranks")
+    for row in rows:
+        table.add_column(str(row.ranks), justify="right")
+    for name in ESTIMATED:
+        cells = [f"{getattr(row, name) / size:.2f}" for row in rows]
+        table.add_row(name.replace("_", " "), *cells, style="bold" if name.endswith("peak") else None)
+    console.print(table)
+    if not rows[0].counted:
+        console.print("activations are estimated from the config: this model cannot run on the meta device")
 
 
 def shorten(items: Sequence[Any], limit: int) -> list[Any]:
