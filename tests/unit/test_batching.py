@@ -150,8 +150,8 @@ def test_spread_holds_each_sequence_once_in_as_many_micro_batches_everywhere(num
             assert max(1, math.ceil(fullest / max(capacity, 40))) <= len(rows[0]) <= max(1, most)
 
 
-def test_a_large_enough_micro_batch_is_the_only_one():
-    assert run_ranks(1, spread_on_rank, [[5, 9, 2]], 16, False) == [[(16, [0, 1, 2])]]
+def test_a_large_enough_micro_batch_is_the_only_one_and_is_ordered_by_length():
+    assert run_ranks(1, spread_on_rank, [[5, 9, 2]], 16, False) == [[(16, [2, 0, 1])]]
 
 
 def test_a_rank_without_sequences_gets_empty_micro_batches():
