@@ -68,6 +68,10 @@ Outcome = tuple[str, Sequence[Finding]]
 Probe = Callable[[Patient], Outcome]
 
 
+def size_text(num_bytes: float) -> str:
+    return f"{num_bytes / 2**20:.1f} MiB" if num_bytes >= 2**20 else f"{num_bytes / 2**10:.1f} KiB"
+
+
 def probe_load(patient: Patient) -> Outcome:
     """Load the model as the layout says. Collective: every rank."""
     request, layout = patient.request, patient.layout
@@ -90,7 +94,7 @@ def probe_load(patient: Patient) -> Outcome:
         progress=False,
     )
     receipt = patient.policy.receipt
-    note = f"{receipt.num_tensors} tensors, holds {receipt.shard_bytes / 2**20:.1f} MiB, read {receipt.bytes_read / 2**20:.1f} MiB"
+    note = f"{receipt.num_tensors} tensors, holds {size_text(receipt.shard_bytes)}, read {size_text(receipt.bytes_read)}"
     patient.sequences = _sequences(patient)
     return note, []
 
@@ -204,7 +208,7 @@ def probe_round_trip(patient: Patient) -> Outcome:
                 message = f"{name!r} is streamed with other bytes than its file holds."
                 findings.append(Finding("E404", "round trip", message, tensor=name))
     num_same, num_bytes = exchange([num_same, num_bytes])[0]
-    note = f"{num_same} tensors, {num_bytes / 2**20:.1f} MiB, equal to the files bit for bit"
+    note = f"{num_same} tensors, {size_text(num_bytes)}, equal to the files bit for bit"
     return note, share_findings(findings)
 
 
@@ -246,7 +250,7 @@ def probe_stream(patient: Patient) -> Outcome:
     assert receipt is not None
     patient.manifest = receipt.manifest
     return (
-        f"version {receipt.version}, {receipt.num_tensors} tensors, {receipt.num_bytes / 2**20:.1f} MiB",
+        f"version {receipt.version}, {receipt.num_tensors} tensors, {size_text(receipt.num_bytes)}",
         receipt.findings,
     )
 
