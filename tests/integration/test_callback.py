@@ -1,6 +1,8 @@
 """Attestation in other people's frameworks: transformers' Trainer, TRL and plain accelerate, sharded by accelerate."""
 
 import contextlib
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -209,3 +211,14 @@ def test_plain_accelerate():
     assert summary(run_ranks(2, prepare_with_accelerate, None)) == ("prepared", set())
     found = run_ranks(2, prepare_with_accelerate, leave_memory_unwritten)
     assert summary(found) == ("prepared", {("S205", 1, EMBEDDING)})
+
+
+def test_the_callback_needs_neither_the_command_line_nor_its_packages():
+    program = (
+        "import sys\n"
+        "for name in ('pydantic', 'typer', 'rich'): sys.modules[name] = None\n"
+        "import shardproof\n"
+        "assert shardproof.AttestCallback().findings == []\n"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr

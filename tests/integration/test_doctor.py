@@ -72,7 +72,7 @@ def codes(examination):
         ("qwen3_moe", "policy", replace(FP32, strategy="fsdp1", sequence_parallel=2)),
         ("qwen3_tied", "policy", Layout(lora=4, cpu_offload=True, packing=False)),
         ("qwen3_tied", "critic", replace(FP32, checkpoint_activations=True)),
-        ("llama", "reference", Layout(param_dtype="bf16")),
+        ("llama", "reference", replace(FP32, param_dtype="bf16", strategy="fsdp1")),
     ],
     ids=str,
 )

@@ -58,8 +58,9 @@ class _Watch(threading.Thread):
         super().__init__(name="shardproof whereabouts", daemon=True)
         self.group = group
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        # A connection of its own: the process's main thread may be waiting on the other one.
-        self._store = _get_default_store().clone()
+        store: Any = _get_default_store()
+        # A connection of its own where torch has it: the process's main thread may be waiting on the other one.
+        self._store = store.clone() if hasattr(store, "clone") else store
         self._num_calls = 0
         self._limit: float | None = None  # seconds that a collective may take now
         self._seen = ("", time.monotonic())  # where the main thread was last, and since when

@@ -105,10 +105,10 @@ def _on_meta(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
 
 def _from_sizes(model: PreTrainedModel, dtype: torch.dtype, num_tokens: int) -> int:
     """What a block of the usual kind keeps: norms, projections, attention, and a gated MLP for each chosen expert."""
-    text = model.config.get_text_config()
+    text: Any = model.config.get_text_config()
     hidden = int(text.hidden_size)
     chosen = experts_per_token(text) or 1
-    inner = getattr(text, "moe_intermediate_size", None) if num_experts(text) else None
-    inner = int(inner or getattr(text, "intermediate_size", 4 * hidden))
+    of_experts = getattr(text, "moe_intermediate_size", None) if num_experts(text) else None
+    inner = int(of_experts or getattr(text, "intermediate_size", None) or 4 * hidden)
     each = 12 * hidden + 4 * chosen * inner
     return int(text.num_hidden_layers) * each * num_tokens * dtype.itemsize

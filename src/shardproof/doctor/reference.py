@@ -17,7 +17,7 @@ from shardproof.shard.sharded_model import ShardedModel
 
 @dataclass(frozen=True)
 class Reference:
-    """Scores of a single process in float32, and how far the layout's own dtype takes a single process from them."""
+    """Scores of a single process in float32, and how far the layout's own dtypes take a single process from them."""
 
     scores: list[torch.Tensor]
     noise: float
@@ -36,9 +36,10 @@ def score_alone(
     with together("reference"):
         if dist.get_rank() == 0:
             scores = _score(policy, folder, sequences, torch.float32, head, trust_remote_code)
-            dtype = policy.settings.compute_dtype
-            if dtype != torch.float32:
-                rounded = _score(policy, folder, sequences, dtype, head, trust_remote_code)
+            settings = policy.settings
+            if {settings.compute_dtype, settings.param_dtype} != {torch.float32}:
+                dtype = settings.compute_dtype
+                rounded = _score(policy, folder, sequences, dtype, head, trust_remote_code, rounding=True)
                 noise = float((torch.cat(rounded) - torch.cat(scores)).abs().mean())
     rows, noise = exchange([[row.tolist() for row in scores], noise])[0]
     return Reference([torch.tensor(row) for row in rows], noise)
@@ -52,12 +53,17 @@ def _score(
     dtype: torch.dtype,
     head: torch.Tensor | None,
     trust_remote_code: bool,
+    rounding: bool = False,
 ) -> list[torch.Tensor]:
+    """Scores in `dtype`; with `rounding` the weights first lose what the policy's stored dtype does not hold."""
     device = policy.device
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=dtype, attn_implementation="eager", trust_remote_code=trust_remote_code
     )
     model = model.eval().to(device)  # a whole, unsharded module: moving it is safe
+    if rounding:
+        for param in model.parameters():
+            param.copy_(param.to(policy.settings.param_dtype))
     rows = []
     for sequence in sequences:
         ids = torch.tensor([list(sequence)], device=device)
