@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shardproof.errors import ShardproofError, fail
@@ -80,6 +80,8 @@ class Delivery:
             return self._bring(payload, seconds)
         except (Unreachable, Refused, ShardproofError) as error:
             finding = _finding(error)
+            if isinstance(error, Refused) and self.server.is_ours:
+                finding = replace(finding, message=f"{finding.message} It wrote:\n{self.server.log_tail()}\n")
         ending = self._roll_back(seconds)
         message = f"{finding.message} Version {payload.version} was not committed; {ending}"
         raise fail(finding.code, "sync", message, tensor=finding.tensor, fix=finding.fix)

@@ -30,6 +30,7 @@ from shardproof.train.score import logprobs
 
 _MARGIN_S = 60.0
 _PRIME = 7919
+_ADAPTER = "adapter-"  # and the version: an adapter's folder
 
 
 class VllmEngine:
@@ -120,6 +121,10 @@ class VllmEngine:
         self.version = receipt.version
         # The payload that was committed stays; the next one is written beside it.
         self._buffers.reverse()
+        if self._folder is not None:
+            for old in self._folder.glob(f"{_ADAPTER}*"):
+                if old.name != f"{_ADAPTER}{self.version}":
+                    shutil.rmtree(old)
         return receipt
 
     def _pack_weights(self) -> tuple[ExportReceipt, dict[str, Any]]:
@@ -137,7 +142,7 @@ class VllmEngine:
     def _pack_adapter(self) -> tuple[ExportReceipt, dict[str, Any]]:
         """Write the adapter as a folder that vLLM loads. Collective: every rank."""
         root = exchange(str(self._folder) if self._folder is not None else None)[0]
-        folder = Path(root) / f"adapter-{self.policy.version}"
+        folder = Path(root) / f"{_ADAPTER}{self.policy.version}"
         receipt = save_pretrained(self.policy, folder, self.policy.settings.compute_dtype, merge_lora=False)
         return receipt, {"adapter": str(folder)}
 

@@ -24,7 +24,7 @@ from shardproof.rollout.vllm_client import Deadline, VllmClient
 from shardproof.rollout.vllm_plugin import BACKEND, EXTENSION
 
 _STOP_S = 10.0
-_LOG_LINES = 12
+_LOG_LINES, _LOG_WIDTH = 12, 240
 _ADAPTER_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # the ones vLLM has
 # What torchrun sets for the trainer's ranks means something else to vLLM's processes.
 _NOT_INHERITED = (
@@ -201,8 +201,8 @@ class VllmServer:
             lines = self.log_path.read_text(errors="replace").splitlines()
         except OSError:
             return "(nothing)"
-        telling = [line for line in lines if "Error" in line] or lines
-        return "\n".join(telling[-_LOG_LINES:])
+        telling = [line for line in lines if " ERROR " in line or line.startswith("RuntimeError")] or lines
+        return "\n".join(line[:_LOG_WIDTH] for line in telling[-_LOG_LINES:])
 
     def stop(self) -> None:
         """End a server that this process started, and everything it started. One that was there before is left."""
