@@ -43,6 +43,13 @@ def late_reward(steps: list[dict[str, Any]]) -> float:
     return sum(step["reward/mean"] for step in steps[-5:]) / 5
 
 
+def test_the_two_demo_recipes_differ_in_their_engine_alone():
+    plain, served = (load_recipe(RECIPES / name).model_dump() for name in ("tiny.toml", "tiny-vllm.toml"))
+    assert served["rollout"].pop("engine") == "vllm" and plain["rollout"].pop("engine") == "embedded"
+    assert served["output"].pop("folder") != plain["output"].pop("folder")
+    assert served == plain
+
+
 def test_vllm_reaches_the_reward_of_the_embedded_engine(tmp_path):
     embedded = train("tiny.toml", tmp_path / "embedded")
     served = train("tiny-vllm.toml", tmp_path / "served")
