@@ -23,7 +23,13 @@ from shardproof.shard.plan import plan_shards
 
 CONFIG_NAME = "config.json"
 # Settings that may change between the parts of one run.
-_MAY_CHANGE = {("train", "steps"), ("train", "ranks"), ("output", "save_every"), ("output", "keep")}
+_MAY_CHANGE = {
+    ("train", "steps"),
+    ("train", "ranks"),
+    ("rollout", "vllm"),  # where a server runs and how long it is waited for
+    ("output", "save_every"),
+    ("output", "keep"),
+}
 
 
 @dataclass(frozen=True)
