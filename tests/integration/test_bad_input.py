@@ -30,7 +30,7 @@ def test_every_recipe_resolves(recipe):
     ("override", "message"),
     [
         ("train.stps=3", "unknown key 'train.stps', did you mean 'train.steps'"),
-        ("trian.steps=3", "unknown key 'trian', did you mean 'train'"),
+        ("trainn.steps=3", "unknown key 'trainn', did you mean 'train'"),
         ("train.steps=many", "train.steps: Input should be a valid integer"),
         ("train.steps=0", "train.steps: Input should be greater than 0"),
         ("algorithm.name=grpoo", "algorithm.name: Input should be 'grpo'"),
@@ -72,8 +72,8 @@ def test_a_clean_recipe_passes_and_is_printed():
     [
         (["train.stps=3"], "did you mean 'train.steps'"),
         (
-            ["data.prompt_column=promt"],
-            "has no column 'promt' (data.prompt_column); it has 'prompt', 'answer'",
+            ["data.prompt_column=prompts"],
+            "has no column 'prompts' (data.prompt_column); it has 'prompt', 'answer'",
         ),
         (["data.answer_column=solution"], "has no column 'solution' (data.answer_column)"),
         (["data.train={empty}"], "empty.jsonl holds no rows"),

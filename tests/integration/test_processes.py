@@ -98,5 +98,5 @@ def test_sigterm_and_ctrl_c_save_and_stop_and_the_same_command_goes_on(tmp_path,
 
 
 def test_what_a_rank_refuses_reaches_the_shell(tmp_path):
-    code, output = finish(start(f"output.folder={tmp_path}", "data.prompt_column=promt"))
+    code, output = finish(start(f"output.folder={tmp_path}", "data.prompt_column=prompts"))
     assert code == 2 and output.count("C005 data:") == 1 and "Traceback" not in output, output
