@@ -7,8 +7,8 @@ Each contender trains the tiny model of recipes/tiny with GRPO, in one fresh CPU
 the same prompts, group size, completion length, learning rate and number of updates, float32, one update a batch, no
 KL. Samples a second
 are those of whole steps (sampling, rewards, update, and what an engine needs to see the new weights), from the end of
-the first steps, which compile and warm up, to the end of the last. The reward is the mean of sampled completions over
-the last steps.
+the first steps, which compile and warm up, to the end of the last; samples a CPU second say the same on a machine that
+does other work as well. The reward is the mean of sampled completions over the last steps.
 """
 
 from __future__ import annotations
@@ -67,6 +67,10 @@ def run_shardproof(seed: int, steps: int, folder: Path) -> list[dict[str, float]
     return clock.steps
 
 
+def _now(reward: float) -> dict[str, float]:
+    return {"time": time.perf_counter(), "cpu": time.process_time(), "reward": reward}
+
+
 class _Clock:
     """A logger that notes when each step ended."""
 
@@ -74,7 +78,7 @@ class _Clock:
         self.steps: list[dict[str, float]] = []
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        self.steps.append({"time": time.perf_counter(), "reward": metrics["reward/mean"]})
+        self.steps.append(_now(metrics["reward/mean"]))
 
     def close(self) -> None:
         pass
@@ -91,7 +95,7 @@ def run_trl(seed: int, steps: int, folder: Path) -> list[dict[str, float]]:
     class Clock(TrainerCallback):
         def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
             if "reward" in logs:
-                ended.append({"time": time.perf_counter(), "reward": float(logs["reward"])})
+                ended.append(_now(float(logs["reward"])))
 
     def exact_match(completions: list[str], answer: list[str], **_: Any) -> list[float]:
         return [float(c.strip() == a.strip()) for c, a in zip(completions, answer, strict=True)]
@@ -151,11 +155,12 @@ def measure(name: str, seed: int, steps: int, threads: int) -> dict[str, float]:
             raise SystemExit(f"{name} failed:\n{done.stderr[-3000:]}")
         ended = json.loads(result.read_text())
     assert len(ended) == steps, (name, len(ended))
-    seconds = ended[-1]["time"] - ended[NUM_WARM - 1]["time"]
+    seconds, cpu_seconds = (ended[-1][clock] - ended[NUM_WARM - 1][clock] for clock in ("time", "cpu"))
     rewards = [step["reward"] for step in ended]
     return {
         "seed": seed,
         "samples_per_s": (steps - NUM_WARM) * PROMPTS * GROUP / seconds,
+        "samples_per_cpu_s": (steps - NUM_WARM) * PROMPTS * GROUP / cpu_seconds,
         "first_reward": statistics.mean(rewards[:NUM_WARM]),
         "final_reward": statistics.mean(rewards[-NUM_LAST:]),
     }
@@ -166,6 +171,7 @@ def summarise(runs: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, fl
     return {
         name: {
             "samples_per_s": statistics.median(run["samples_per_s"] for run in rows),
+            "samples_per_cpu_s": statistics.median(run["samples_per_cpu_s"] for run in rows),
             "first_reward": statistics.mean(run["first_reward"] for run in rows),
             "final_reward": statistics.mean(run["final_reward"] for run in rows),
             "final_reward_std": statistics.stdev(run["final_reward"] for run in rows)
@@ -181,17 +187,11 @@ def print_results(summary: dict[str, dict[str, float]], runs: dict[str, list[dic
     for name, found in summary.items():
         each = ", ".join(f"{run['final_reward']:.3f}" for run in runs[name])
         spread = f"{found['final_reward']:.3f} ± {found['final_reward_std']:.3f}"
-        ratio = found["samples_per_s"] / summary[TRL]["samples_per_s"]
-        row = [
-            name,
-            f"{found['samples_per_s']:.0f}",
-            f"{ratio:.2f}",
-            f"{found['first_reward']:.3f}",
-            spread,
-            each,
-        ]
-        rows.append(row)
-    header = ["", "samples/s", "ratio", "first reward", "final reward", "by seed"]
+        row = [name]
+        for rate in ("samples_per_s", "samples_per_cpu_s"):
+            row += [f"{found[rate]:.0f}", f"{found[rate] / summary[TRL][rate]:.2f}"]
+        rows.append([*row, f"{found['first_reward']:.3f}", spread, each])
+    header = ["", "samples/s", "ratio", "samples/CPU s", "ratio", "first reward", "final reward", "by seed"]
     print_table(f"{PROMPTS} prompts x {GROUP} completions a step, one process, GRPO", header, rows)
     ours, theirs = summary[OURS], summary[TRL]
     gap = ours["final_reward"] - theirs["final_reward"]
