@@ -21,7 +21,7 @@ from shardproof.rollout.vllm_server import VllmSettings, check_settings
 from tests.ranks import run_ranks
 from tests.vllm.support import change, connect, failure, load_policy, sample, sync, worst
 
-STARTS = 400  # seconds that a test may need whose server is started several times
+STARTS = 600  # seconds that a test may need whose server is started several times
 
 
 def kill_server(engine: Any) -> None:

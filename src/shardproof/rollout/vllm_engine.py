@@ -108,10 +108,7 @@ class VllmEngine:
         (expected,) = logprobs(self.policy, [self._tokens])
         scored = time.perf_counter() - started - written
         outcome: list[Any] = [None, None]
-        with (
-            self._deadline(2 * self.settings.sync_timeout_s + self.settings.start_timeout_s),
-            together("sync"),
-        ):
+        with self._deadline(self._patience), together("sync"):
             if self.delivery is not None:
                 delivered = Delivered(receipt.version, expected.tolist(), **payload)
                 proof = self.delivery.deliver(delivered, self.settings.sync_timeout_s)
@@ -184,10 +181,7 @@ class VllmEngine:
         # Ranks of one sequence-parallel group ask for the same; what is asked twice is sampled once.
         index = {(tuple(tokens), seed): None for row in rows for tokens, seed in row}
         answers: list[Any] = []
-        with (
-            self._deadline(self.settings.request_timeout_s + self.settings.sync_timeout_s),
-            together("generate"),
-        ):
+        with self._deadline(self._patience + self.settings.request_timeout_s), together("generate"):
             if self.delivery is not None:
                 answers = self._sample(list(index), sampling)
         answers = exchange(answers)[0]
@@ -228,6 +222,11 @@ class VllmEngine:
         # The oldest weights that any of its tokens came from.
         versions = [self.delivery.version_of(span["version"]) for span in choice["weight_versions"]]
         return [tokens, values, tokens[-1] in sampling.stop_ids, min(versions)]
+
+    @property
+    def _patience(self) -> float:
+        """How long rank 0 may need to bring a version, or to find that it cannot and bring the last one back."""
+        return 2 * (self.settings.sync_timeout_s + self.settings.start_timeout_s)
 
     def _deadline(self, seconds: float) -> Any:
         return deadline("sync", "R505", seconds + _MARGIN_S, mesh_groups(self.policy.mesh))
