@@ -90,7 +90,7 @@ def test_a_clean_model_is_silent(folders, family, role, layout):
     assert all(stage.seconds > 0 for stage in row.stages)
 
 
-@pytest.mark.parametrize(("index", "family"), enumerate((*FAMILIES, *EXTRA_FAMILIES)))
+@pytest.mark.parametrize(("index", "family"), list(enumerate((*FAMILIES, *EXTRA_FAMILIES))))
 def test_every_family_is_silent(tmp_path, index, family):
     layout = (Layout(), replace(FP32, strategy="fsdp1"))[index % 2]
     (row,) = report_of(make_request(str(make_checkpoint(tmp_path, family)), layout)).examinations
@@ -297,8 +297,8 @@ def test_the_command_on_random_weights(tmp_path, folders):
     assert (tmp_path / "page.html").stat().st_size > 2000
 
 
-@pytest.mark.parametrize("options", [["--nope"], ["--role", "policyy", "m"], []], ids=str)
+@pytest.mark.parametrize("options", [["--nope"], ["--role", "policyy", "m"]], ids=str)
 def test_usage_errors_have_an_exit_code_of_their_own(options):
     result = run_doctor(*options)
     assert result.returncode == 120
-    assert "nope" in result.stderr or "policyy" in result.stderr or "pass a model" in result.stderr
+    assert "nope" in result.stderr or "policyy" in result.stderr
