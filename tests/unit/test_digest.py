@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 
-from shardproof.digest import digest
+from shardproof.digest import digest, digest_tiles
 
 # Fewer than a row of 1024 words, exactly one, several blocks of rows, and tails that are no multiple of 8 bytes.
 SIZES = [1, 2, 3, 7, 8, 9, 1023, 2048, 2049, 5000, 300_001]
@@ -145,3 +145,14 @@ def test_scalars_and_parameters_have_digests():
     assert digest(torch.tensor(1.5)) == digest(torch.tensor([1.5]))
     parameter = torch.nn.Parameter(values(10))
     assert digest(parameter) == digest(parameter.detach())
+
+
+@pytest.mark.parametrize("words", [1, 3, 64, 1023, 1024, 1025, 2048, 3000, 5120])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+def test_tiles_have_the_digests_of_their_rows(words, dtype):
+    size = words * 8 // dtype.itemsize
+    raw = torch.randint(-(2**62), 2**62, (7 * words,), generator=torch.Generator().manual_seed(words))
+    tiles = raw.view(dtype).view(7, size)
+    assert digest_tiles(tiles) == [digest(tile) for tile in tiles]
+    assert digest_tiles(tiles[2:2]) == []
+    assert digest_tiles(tiles[:, : size - 1]) == [digest(tile) for tile in tiles[:, : size - 1]]

@@ -179,6 +179,13 @@ class BoxTensor:
                 self._runs = _RunTable(start, length, [source[i] for i in order], source_start)
         return self._runs
 
+    def as_run(self) -> Run | None:
+        """The one run that the whole tensor is, if it is one."""
+        if len(self._pieces) != 1 or self._names is not None:
+            return None
+        found = _as_run(self._pieces[0], self.shape)
+        return None if found is None else Run(found[0], found[1], self._pieces[0].source, found[2])
+
     def slices(self, box: Box) -> Iterator[Slice]:
         """What to read from which source to fill `box` of this tensor."""
         for piece in self._pieces:

@@ -7,7 +7,8 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedModel
@@ -88,6 +89,16 @@ def map_checkpoint(
     return result
 
 
+class Cut(NamedTuple):
+    """A checkpoint tensor that is a run of one model tensor."""
+
+    name: str
+    shape: torch.Size
+    source: str
+    start: int
+    length: int
+
+
 @dataclass(frozen=True)
 class ExportEntry:
     """Checkpoint tensors that are made from the same model tensors.
@@ -98,6 +109,29 @@ class ExportEntry:
     sources: tuple[str, ...]
     boxes: Mapping[str, BoxTensor]
     whole: Callable[[Mapping[str, torch.Tensor]], dict[str, torch.Tensor]] | None = None
+
+    @cached_property
+    def cuts(self) -> list[Cut] | None:
+        """The checkpoint tensors as runs of model tensors, if they all are."""
+        if self.whole is not None:
+            return None
+        cuts = []
+        for name, box in self.boxes.items():
+            run = box.as_run()
+            if run is None or run.length != box.numel():
+                return None
+            cuts.append(Cut(name, box.shape, run.source, run.source_start, run.length))
+        return cuts
+
+    @cached_property
+    def tiles(self) -> list[int] | None:
+        """For each checkpoint tensor its place among equal parts of one model tensor, if that is what they are."""
+        cuts = self.cuts
+        if not cuts or len(cuts) == 1 or len({(cut.source, cut.length) for cut in cuts}) > 1:
+            return None
+        places = [cut.start // cut.length for cut in cuts]
+        aligned = all(place * cut.length == cut.start for place, cut in zip(places, cuts, strict=True))
+        return places if aligned and sorted(places) == list(range(len(cuts))) else None
 
 
 def map_export(

@@ -11,12 +11,13 @@ from transformers import PretrainedConfig
 
 from shardproof.doctor.activations import saved_bytes
 from shardproof.doctor.request import DTYPES, Layout
+from shardproof.export.stream import BUCKET_BYTES
 from shardproof.model.inventory import Inventory, TensorInfo, take_inventory
 from shardproof.model.roles import REFERENCE
 from shardproof.model.skeleton import Skeleton, build_skeleton
 from shardproof.shard.plan import find_units
 
-BUCKET_BYTES = 256 * 2**20
+GATHER_BYTES = BUCKET_BYTES // 2
 # The chunked head works on at most this many float32 logits at a time, and holds six tensors of that size at its peak.
 _CHUNK_ELEMENTS, _NUM_CHUNKS = 1 << 25, 6
 _REDUCE_BYTES = 4
@@ -99,7 +100,7 @@ def estimate(shape: Shape, layout: Layout, ranks: int, num_tokens: int) -> Estim
         optimizer=2 * trained,
         activations=activations,
         gathered=_gathered(shape, groups, compute, local_tokens, bool(trained), shards),
-        export=_export_bytes(shape.inventory, compute, shards),
+        export=_export_bytes(shape.inventory, compute, layout, shards),
         load_peak=held + buffers + writing,
         counted=counted,
     )
@@ -156,11 +157,14 @@ def _gathered(
     return root_bytes + max(at_the_head, in_the_blocks, at_the_root)
 
 
-def _export_bytes(inventory: Inventory, compute: torch.dtype, shards: int) -> int:
-    """A bucket gathered, the same as checkpoint tensors, and this rank's piece; it holds at least the largest tensor."""
+def _export_bytes(inventory: Inventory, compute: torch.dtype, layout: Layout, shards: int) -> int:
+    """What is gathered at a time, as it is sent, received and put in order; a large tensor is not put in order."""
     sizes = [info.numel * compute.itemsize for info in inventory.stored if not info.is_adapter]
-    bucket = min(max(BUCKET_BYTES, max(sizes, default=0)), sum(sizes))
-    return 2 * bucket + (ceil(bucket / shards) if shards > 1 else 0)
+    at_a_time = min(GATHER_BYTES, sum(sizes))
+    largest = max(sizes, default=0)
+    # FSDP1 cuts units, not tensors: one rank may hold all that is gathered.
+    sent = 0 if shards == 1 else 1 if layout.strategy == "fsdp1" else 1 / shards
+    return ceil(max(at_a_time * (2 + sent), largest * (1 + sent) if largest > GATHER_BYTES else 0))
 
 
 def growth(ranks: int, limit: int = 512) -> list[int]:

@@ -44,7 +44,7 @@ class Gatherer:
         for part, offset in zip(parts, packs[layout.rank][0], strict=True):
             raw = part.view(-1).view(torch.uint8)
             packed[offset : offset + raw.numel()] = raw
-        del parts, part
+        del parts, part, raw
         received, starts = self._exchange(packed, [size for _, size in packs], layout)
         whole = {}
         for index, name in enumerate(names):
@@ -75,7 +75,7 @@ class Gatherer:
         if held is None or held.numel() < size:
             self._buffers.pop(name, None)
             del held
-            held = self._buffers[name] = torch.zeros(size, dtype=torch.uint8, device=device)
+            held = self._buffers[name] = torch.empty(size, dtype=torch.uint8, device=device)
         return held[:size]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 
@@ -19,6 +20,10 @@ class TensorMeta:
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
+
+    @cached_property
+    def described(self) -> str:
+        return f"{self.name}\0{self.dtype}\0{self.shape}\0"
 
     @property
     def nbytes(self) -> int:
@@ -36,10 +41,8 @@ class Manifest:
     @property
     def total(self) -> str:
         """One digest of all: names, dtypes, shapes and contents, in order."""
-        state = hashlib.sha256()
-        for meta in self.tensors:
-            state.update(f"{meta.name}\0{meta.dtype}\0{meta.shape}\0{self.digests.get(meta.name)}\n".encode())
-        return state.hexdigest()
+        lines = [f"{meta.described}{self.digests.get(meta.name)}\n" for meta in self.tensors]
+        return hashlib.sha256("".join(lines).encode()).hexdigest()
 
     def compare(
         self, received: Iterable[tuple[str, torch.Tensor]], receiver: str = "the receiver"

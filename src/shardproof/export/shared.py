@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,15 +17,16 @@ import torch
 import torch.distributed as dist
 
 from shardproof.checkpoint.boxes import Box, Piece, flat_range_boxes, orient
-from shardproof.checkpoint.mapping import ExportEntry
-from shardproof.digest import digest
+from shardproof.checkpoint.mapping import Cut, ExportEntry
+from shardproof.digest import digest, digest_tiles
 from shardproof.dist.collectives import exchange, together
 from shardproof.dist.deadline import deadline, mesh_groups
 from shardproof.errors import fail
+from shardproof.export.digests import DigestShare
 from shardproof.export.gather import Gatherer
-from shardproof.export.manifest import ExportReceipt, TensorMeta
+from shardproof.export.manifest import ExportReceipt
 from shardproof.export.payload import Layout, first_not_finite
-from shardproof.export.stream import WeightStream, agree_to_go_on
+from shardproof.export.stream import WeightStream, agree_to_go_on, make_tensors
 from shardproof.shard.sharded_model import ShardedModel
 
 _ALIGNMENT = 64
@@ -91,6 +92,11 @@ class SharedWeights:
             size += -(-meta.nbytes // _ALIGNMENT) * _ALIGNMENT
         self._offsets = offsets
         self._size = max(size, _ALIGNMENT)
+        self._places = {
+            meta.name: (meta.dtype, offset, torch.Size(meta.shape).numel())
+            for meta, offset in zip(self._stream.metadata(), offsets, strict=True)
+        }
+        self._typed: dict[torch.dtype, torch.Tensor] = {}  # the memory, seen as elements of each dtype
         self._descriptor: int | None = None
         self.path = self._open()
         self._memory = torch.from_file(self.path, shared=True, size=self._size, dtype=torch.uint8)
@@ -128,11 +134,6 @@ class SharedWeights:
         """
         started = time.perf_counter()
         payload = self._stream.payload
-        metas = self._stream.metadata()
-        views = {
-            m.name: _view(self._memory, m.dtype, m.shape, o)
-            for m, o in zip(metas, self._offsets, strict=True)
-        }
         with deadline("export", "E406", self.deadline_s, mesh_groups(self.policy.mesh)):
             payload.refresh()
             payload.check()
@@ -145,26 +146,22 @@ class SharedWeights:
                     [n for entry in bucket for n in entry.sources], layout
                 )
                 for entry in bucket:
-                    bad = self._write_entry(entry, layout, adapters, views, writes) or bad
+                    bad = self._write_entry(entry, layout, adapters, writes) or bad
             agree_to_go_on(bad=bad)  # and every rank has written
-            digests = self._digest(metas, views) if self.digests else {}
+            digests = self._digest() if self.digests else {}
         self.receipt = self._stream.make_receipt(digests, time.perf_counter() - started)
         return self.receipt
 
     def _write_entry(
-        self,
-        entry: ExportEntry,
-        layout: Layout,
-        adapters: Mapping[str, torch.Tensor],
-        views: Mapping[str, torch.Tensor],
-        writes: bool,
+        self, entry: ExportEntry, layout: Layout, adapters: Mapping[str, torch.Tensor], writes: bool
     ) -> str | None:
         """Write what this rank holds of an entry; returns the name of a tensor that is not finite."""
         payload = self._stream.payload
         if entry.whole is not None:
-            for name, tensor in self._stream.gather_bucket([entry], layout, Gatherer(0)):
+            whole = self._stream.gather_bucket([entry], layout, Gatherer(0))
+            for name, tensor in make_tensors(entry, whole):
                 if dist.get_rank() == 0:
-                    views[name].copy_(tensor)
+                    self._flat(name).view(tensor.shape).copy_(tensor)
             return None
         if not writes:
             return None
@@ -172,24 +169,60 @@ class SharedWeights:
         for source in entry.sources:
             values, start, shape = payload.held(source, adapters)
             bad = first_not_finite({source: values}) or bad
+            if entry.cuts is not None:
+                self._place_cuts([cut for cut in entry.cuts if cut.source == source], values, start)
+                continue
             boxes = list(flat_range_boxes(shape, start, start + values.numel()))
             for name, account in entry.boxes.items():
                 for piece in account.pieces:
                     if piece.source == source:
-                        _place(piece, boxes, values, start, views[name])
+                        _place(piece, boxes, values, start, self._flat(name).view(account.shape))
         return bad
 
-    def _digest(self, metas: list[TensorMeta], views: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    def _place_cuts(self, cuts: Sequence[Cut], values: torch.Tensor, start: int) -> None:
+        """Copy the parts of runs that lie in this rank's values, which begin at `start`."""
+        stop = start + values.numel()
+        for cut in cuts:
+            low, high = max(start, cut.start), min(stop, cut.start + cut.length)
+            if low < high:
+                target = self._flat(cut.name)[low - cut.start : high - cut.start]
+                target.copy_(values[low - start : high - start])
+
+    def _flat(self, name: str) -> torch.Tensor:
+        """A tensor's elements in the shared memory."""
+        dtype, offset, count = self._places[name]
+        at = offset // dtype.itemsize
+        return self._typed_memory(dtype)[at : at + count]
+
+    def _typed_memory(self, dtype: torch.dtype) -> torch.Tensor:
+        if dtype not in self._typed:
+            self._typed[dtype] = self._memory.view(dtype)
+        return self._typed[dtype]
+
+    def _digest(self) -> dict[str, int]:
         """Digests of what lies in the memory, each taken by one rank. Collective: every rank."""
-        mine = metas[dist.get_rank() :: dist.get_world_size()]
-        merged: dict[str, int] = {}
-        for row in exchange({meta.name: digest(views[meta.name]) for meta in mine}):
-            merged.update(row)
-        return merged
+        share = DigestShare(dist.get_rank(), dist.get_world_size())
+        names = [list(entry.boxes) for entry in self._stream.payload.entries]
+        for group in names:
+            mine = share.next_entry(len(group))
+            share.add(self._digest_some(group[mine.start : mine.stop]))
+        return share.merged(names)
+
+    def _digest_some(self, names: Sequence[str]) -> list[int]:
+        """Digests of tensors that follow each other in the memory; all at once if they are of one size."""
+        places = [self._places[name] for name in names]
+        if len({(dtype, count) for dtype, _, count in places}) == 1:
+            dtype, offset, count = places[0]
+            if count * dtype.itemsize % _ALIGNMENT == 0:
+                at = offset // dtype.itemsize
+                tiles = self._typed_memory(dtype)[at : at + count * len(names)]
+                return digest_tiles(tiles.view(len(names), count))
+        return [digest(self._flat(name)) for name in names]
 
     def close(self) -> None:
         """Give the memory back; processes that have mapped it keep it until they let go."""
         self._memory = torch.empty(0, dtype=torch.uint8)
+        self._typed.clear()
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from types import TracebackType
 
 import torch
@@ -12,17 +12,18 @@ import torch.distributed as dist
 
 from shardproof.checkpoint.boxes import BoxTensor, orient
 from shardproof.checkpoint.mapping import ExportEntry
-from shardproof.digest import digest
+from shardproof.digest import digest, digest_tiles
 from shardproof.dist.collectives import exchange, gather_rows
 from shardproof.dist.deadline import deadline, mesh_groups
 from shardproof.errors import fail
+from shardproof.export.digests import DigestShare
 from shardproof.export.gather import Gatherer
 from shardproof.export.manifest import ExportReceipt, Manifest, TensorMeta
 from shardproof.export.payload import Layout, Payload, check_entries, first_not_finite
 from shardproof.findings import Finding
 from shardproof.shard.sharded_model import ShardedModel
 
-_BUCKET_BYTES = 256 * 2**20
+BUCKET_BYTES = 64 * 2**20
 _DEADLINE_S = 600.0
 
 
@@ -41,7 +42,7 @@ class WeightStream:
         self,
         policy: ShardedModel,
         dtype: torch.dtype | str | None = None,
-        bucket_bytes: int = _BUCKET_BYTES,
+        bucket_bytes: int = BUCKET_BYTES,
         merge_lora: bool = True,
         digests: bool = True,
         allow_nonfinite: bool = False,
@@ -62,15 +63,16 @@ class WeightStream:
         self.receipt: ExportReceipt | None = None
         self.payload = Payload(policy, dtype, merge_lora)
         check_entries(self.payload.entries)
+        self._metas = tuple(
+            TensorMeta(name, box.dtype, tuple(box.shape))
+            for entry in self.payload.entries
+            for name, box in entry.boxes.items()
+        )
         self._running: weakref.ref[Generator[tuple[str, torch.Tensor], None, None]] | None = None
 
     def metadata(self) -> list[TensorMeta]:
         """Names, dtypes and shapes, in the order of iteration."""
-        return [
-            TensorMeta(name, box.dtype, tuple(box.shape))
-            for entry in self.payload.entries
-            for name, box in entry.boxes.items()
-        ]
+        return list(self._metas)
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         running = self._run()
@@ -96,28 +98,31 @@ class WeightStream:
     def _run(self) -> Generator[tuple[str, torch.Tensor], None, None]:
         payload, seconds = self.payload, 0.0
         payload.refresh()
-        digests: dict[str, int] = {}
         started = time.perf_counter()
         with self._deadline():
             payload.check()
             layout = payload.layout()
+        share = DigestShare(layout.rank, _group_size(layout))
         seconds += time.perf_counter() - started
-        count = 0
         gather = Gatherer(self.gather_bytes)
         try:
             for bucket in self.buckets():
                 started = time.perf_counter()
                 with self._deadline():
-                    tensors = self.gather_bucket(bucket, layout, gather)
+                    flats = self.gather_bucket(bucket, layout, gather)
                 seconds += time.perf_counter() - started
-                while tensors:
-                    name, tensor = tensors.pop(0)
-                    if self.digests and count % max(1, _group_size(layout)) == layout.rank:
-                        started = time.perf_counter()
-                        digests[name] = digest(tensor)
-                        seconds += time.perf_counter() - started
-                    count += 1
-                    yield name, tensor
+                for entry in bucket:
+                    started = time.perf_counter()
+                    tensors = make_tensors(entry, flats)
+                    if self.digests:
+                        mine = share.next_entry(len(tensors))
+                        share.add(_digest_part(entry, flats, tensors, mine))
+                    for name in entry.sources:
+                        del flats[name]
+                    seconds += time.perf_counter() - started
+                    tensors.reverse()
+                    while tensors:
+                        yield tensors.pop()
         except GeneratorExit:
             with self._deadline():
                 agree_to_go_on(stopped=True)
@@ -125,9 +130,7 @@ class WeightStream:
         started = time.perf_counter()
         with self._deadline():
             agree_to_go_on()
-            everyone = exchange(digests) if self.digests else []
-        for row in everyone:
-            digests.update(row)
+            digests = share.merged(map(_digest_order, payload.entries)) if self.digests else {}
         self.receipt = self.make_receipt(digests, seconds + time.perf_counter() - started)
 
     def _deadline(self):  # type: ignore[no-untyped-def]
@@ -152,8 +155,8 @@ class WeightStream:
 
     def gather_bucket(
         self, bucket: Sequence[ExportEntry], layout: Layout, gather: Gatherer
-    ) -> list[tuple[str, torch.Tensor]]:
-        """The bucket's checkpoint tensors. Collective: every rank."""
+    ) -> dict[str, torch.Tensor]:
+        """The bucket's model tensors, whole. Collective: every rank."""
         payload = self.payload
         names = [name for entry in bucket for name in entry.sources]
         sharded = [name for name in names if not payload.infos[name].is_buffer]
@@ -169,14 +172,7 @@ class WeightStream:
         sizes = {name: payload.infos[name].numel for name in sharded}
         flat = gather(values, Layout(ranges, layout.rank, layout.group), sizes)
         flat |= buffers
-        whole = {name: flat.pop(name).view(payload.infos[name].shape) for name in names}
-        tensors: list[tuple[str, torch.Tensor]] = []
-        for entry in bucket:
-            if entry.whole is not None:
-                tensors += [(n, t.contiguous()) for n, t in entry.whole(whole).items()]
-            else:
-                tensors += [(name, assemble(box, whole)) for name, box in entry.boxes.items()]
-        return tensors
+        return {name: flat.pop(name).view(payload.infos[name].shape) for name in names}
 
     def gather_adapters(self, names: Sequence[str], layout: Layout) -> dict[str, torch.Tensor]:
         """The low-rank factors that the merged tensors of a bucket need, whole; they are small."""
@@ -190,7 +186,7 @@ class WeightStream:
         return {name: flats[name].view(infos[name].shape) for name in needed}
 
     def make_receipt(self, digests: dict[str, int], seconds: float) -> ExportReceipt:
-        tensors = tuple(self.metadata())
+        tensors = self._metas
         version = self.policy.version
         manifest = Manifest(version, tensors, digests)
         findings = []
@@ -224,10 +220,47 @@ def agree_to_go_on(*, stopped: bool = False, bad: str | None = None) -> None:
         raise fail("E403", "export", "its consumer stopped before the end of the stream.", rank=rank)
 
 
-def assemble(box: BoxTensor, whole: dict[str, torch.Tensor]) -> torch.Tensor:
-    """A checkpoint tensor from whole model tensors: a view where it is one box, else a copy of several."""
-    everything = tuple((0, n) for n in box.shape)
-    pieces = list(box.slices(everything))
+def make_tensors(entry: ExportEntry, whole: Mapping[str, torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
+    """An entry's checkpoint tensors from whole model tensors: views where they are runs, else copies."""
+    if entry.whole is not None:
+        return [(name, tensor.contiguous()) for name, tensor in entry.whole(whole).items()]
+    if entry.tiles is not None:
+        assert entry.cuts is not None
+        parts = whole[entry.sources[0]].reshape(len(entry.tiles), *entry.cuts[0].shape).unbind(0)
+        return [(cut.name, parts[place]) for cut, place in zip(entry.cuts, entry.tiles, strict=True)]
+    if entry.cuts is not None:
+        flats = {name: whole[name].reshape(-1) for name in entry.sources}
+        return [
+            (cut.name, flats[cut.source][cut.start : cut.start + cut.length].view(cut.shape))
+            for cut in entry.cuts
+        ]
+    return [(name, _assemble(box, whole)) for name, box in entry.boxes.items()]
+
+
+def _digest_order(entry: ExportEntry) -> list[str]:
+    """An entry's names as they lie in the model tensor, if they are its tiles."""
+    names = list(entry.boxes)
+    if entry.tiles is None:
+        return names
+    return [name for _, name in sorted(zip(entry.tiles, names, strict=True))]
+
+
+def _digest_part(
+    entry: ExportEntry,
+    whole: Mapping[str, torch.Tensor],
+    tensors: Sequence[tuple[str, torch.Tensor]],
+    positions: range,
+) -> list[int]:
+    """Digests of an entry's tensors at these positions of `_digest_order`."""
+    if entry.tiles is None or not positions:
+        return [digest(tensors[position][1]) for position in positions]
+    tiles = whole[entry.sources[0]].reshape(len(entry.tiles), -1)
+    return digest_tiles(tiles[positions.start : positions.stop])
+
+
+def _assemble(box: BoxTensor, whole: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """A checkpoint tensor from boxes of model tensors."""
+    pieces = list(box.slices(tuple((0, n) for n in box.shape)))
     if len(pieces) == 1:
         return _cut(pieces[0].box, pieces[0].dims, whole[pieces[0].source]).contiguous()
     out = torch.empty(box.shape, dtype=box.dtype, device=next(iter(whole.values())).device)

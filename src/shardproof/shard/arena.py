@@ -19,7 +19,7 @@ _ALIGNMENT = 64
 
 
 class Arena:
-    """Memory handed out piece by piece. Each tensor has a storage of its own; all of them keep the memory alive."""
+    """Host memory handed out piece by piece. Each tensor has a storage of its own; all of them keep it alive."""
 
     def __init__(self, nbytes: int):
         """Room for `nbytes` of tensors, reserved and not touched."""

@@ -1,0 +1,45 @@
+"""Digests of a payload, each taken by one rank and known to all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from shardproof.dist.collectives import exchange
+
+
+class DigestShare:
+    """This rank's part of the digests: ranks divide each entry's tensors, or take entries of few in turn."""
+
+    def __init__(self, rank: int, num_ranks: int):
+        self._rank = rank
+        self._num_ranks = num_ranks
+        self._num_entries = 0
+        self._found: list[int] = []
+
+    def next_entry(self, num_tensors: int) -> range:
+        """Which of the next entry's tensors this rank digests."""
+        mine = self._range(self._rank, self._num_entries, num_tensors)
+        self._num_entries += 1
+        return mine
+
+    def add(self, digests: Sequence[int]) -> None:
+        self._found += digests
+
+    def merged(self, names: Iterable[Sequence[str]]) -> dict[str, int]:
+        """{name: digest} of the payload, from each entry's names in the order they were divided in.
+
+        Collective: every rank; replicas have digested the same, and the first is believed.
+        """
+        rows = exchange([self._rank, self._found])
+        by_rank = {rank: iter(found) for rank, found in reversed(rows)}
+        digests = {}
+        for index, entry in enumerate(names):
+            for rank in range(self._num_ranks):
+                for position in self._range(rank, index, len(entry)):
+                    digests[entry[position]] = next(by_rank[rank])
+        return digests
+
+    def _range(self, rank: int, index: int, count: int) -> range:
+        if count < self._num_ranks:
+            return range(count) if index % self._num_ranks == rank else range(0)
+        return range(count * rank // self._num_ranks, count * (rank + 1) // self._num_ranks)
