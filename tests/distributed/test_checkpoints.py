@@ -337,9 +337,7 @@ def save_numbered(source, root):
         run.step()
         run.save(root, step=step, keep=None, extra={"at": run.policy.version})
     again = Run(source)
-    return [path.name for path in folders.list_checkpoints(root)], again.resume(
-        root, which="step-00000010"
-    )
+    return [path.name for path in folders.list_checkpoints(root)], again.resume(root, which="step-00000010")
 
 
 def test_numbers_of_ones_own_and_a_step_saved_again(sources, tmp_path):
