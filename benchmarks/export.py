@@ -42,10 +42,10 @@ from reporting import (
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 import shardproof as sp
+from shardproof.export.stream import BUCKET_BYTES
 from shardproof.model.roles import ROOT_PREFIX
 
 _MIB = 2**20
-BUCKET_BYTES = 256 * _MIB
 CONFIGS = {"dense": dense_config, "moe": moe_config}
 DENSE, MOE, SAVE = "dense", "moe", "save"
 FULL, EACH = "full state dict", "per parameter"

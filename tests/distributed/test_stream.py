@@ -2,6 +2,7 @@
 
 import ctypes
 import functools
+import os
 import threading
 
 import peft
@@ -13,6 +14,8 @@ from transformers import AutoModelForCausalLM
 
 import shardproof as sp
 from shardproof.digest import digest
+from shardproof.dist import region
+from shardproof.export import gather
 from shardproof.export.shared import read_shared
 from shardproof.shard.holdings import local_shards
 from tests.distributed.test_load import (
@@ -583,3 +586,43 @@ def stream_with(folder, how):
 def test_a_dtype_that_cannot_be(checkpoint, dtype):
     outcomes = run_ranks_outcomes(2, stream_with, checkpoint("llama"), {"dtype": dtype})
     assert_all_raise(outcomes, "C001", "dtype", kind="ConfigError")
+
+
+# Through shared memory, and without.
+
+
+def collect_without_shared_memory(folder, options):
+    """The digest of a stream whose ranks cannot share memory, and of one whose ranks can."""
+    policy = load(folder, **options)
+    shared = collect(policy)[2].digest
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gather, "open_region", lambda size, group: None)
+        return shared, collect(policy)[2].digest
+
+
+@pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2"])
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_ranks_that_cannot_share_memory_gather_the_same(checkpoint, strategy, num_ranks):
+    for shared, sent in run_ranks(
+        num_ranks, collect_without_shared_memory, checkpoint("qwen3_moe"), {"strategy": strategy}
+    ):
+        assert shared == sent
+
+
+def refuse_on_one_rank(size):
+    """Whether a region is there when rank 1 cannot map it."""
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(region, "_map", lambda address, size: None)
+        refused = region.open_region(size, dist.group.WORLD)
+    opened = region.open_region(size, dist.group.WORLD)
+    opened[dist.get_rank()] = dist.get_rank() + 5
+    dist.barrier()
+    return refused is None, opened[:2].tolist(), len(os.listdir("/proc/self/fd"))
+
+
+def test_a_region_is_there_for_all_or_for_none():
+    first = run_ranks(2, refuse_on_one_rank, 4096)
+    assert [reply[:2] for reply in first] == [(True, [5, 6])] * 2
+    again = run_ranks(2, refuse_on_one_rank, 4096)
+    assert [reply[2] for reply in again] <= [reply[2] for reply in first]  # no descriptor stays open

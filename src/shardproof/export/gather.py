@@ -5,56 +5,97 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
+import torch.distributed as dist
 
 from shardproof.dist.collectives import all_gather_flat, gather_uneven
+from shardproof.dist.region import open_region
 from shardproof.export.payload import Layout
 
 _ALIGNMENT = 16
+Packs = list[
+    tuple[list[int], int]
+]  # for each rank: where it packs each tensor, in bytes, and how much it packs
 
 
 class Gatherer:
-    """Gathers bucket after bucket. What travels lies in two buffers that stay from one bucket to the next: gloo's
-    threads let go of a buffer some time after a collective has ended, and new ones would pile up meanwhile.
+    """Gathers bucket after bucket. What travels lies in buffers that stay from one bucket to the next.
 
-    Memory: three times a bucket's bytes (sent, received, in order), and padding up to another half; a single tensor of more than `limit`
-    bytes is there at most twice.
+    Ranks of one host that keep their tensors in its memory write their parts into memory that all of them share, and
+    nothing is sent. Else a bucket is one all-gather; gloo's threads let go of a buffer some time after a collective has
+    ended, and new ones would pile up meanwhile.
+
+    Memory: three times a bucket's bytes (sent, received, in order), and padding up to another half; shared memory has
+    them twice. A single tensor of more than `limit` bytes is there at most twice.
     """
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, may_share: bool = True) -> None:
         self._limit = limit
         self._buffers: dict[str, torch.Tensor] = {}
+        self._region: torch.Tensor | None = None
+        self._may_share = may_share
 
     def __call__(
         self, values: dict[str, torch.Tensor], layout: Layout, sizes: Mapping[str, int]
     ) -> dict[str, torch.Tensor]:
-        """Whole tensors, flat, from every rank's `values`, which are used up. Collective: the shard axis."""
+        """Whole tensors, flat, from every rank's `values`, which are used up. Collective: the shard axis.
+
+        Between two calls every rank must have met every other: what was gathered is written over.
+        """
         if layout.group is None or not values:
             return values
-        name, part = next(iter(values.items()))
-        if len(values) == 1 and sizes[name] * part.element_size() > self._limit:
-            self._buffers.clear()
-            values.clear()
-            return {name: _gather_one(part.contiguous(), layout.ranges[name], layout)}
         names = list(values)
         parts = [values.pop(name).contiguous() for name in names]
+        packs = _plan_packs(names, layout, [part.dtype for part in parts])
+        if parts[0].device.type == "cpu" and self._share(sum(size for _, size in packs), layout):
+            return self._through_region(names, parts, packs, layout, sizes)
+        nbytes = sizes[names[0]] * parts[0].element_size()
+        if len(names) == 1 and nbytes > self._limit:
+            self._buffers.clear()
+            return {names[0]: _gather_one(parts.pop(), layout.ranges[names[0]], layout)}
+        return self._through_collective(names, parts, packs, layout, sizes)
+
+    def _share(self, size: int, layout: Layout) -> bool:
+        """Whether there is shared memory of this size. Collective when there is none yet, or too little."""
+        assert layout.group is not None
+        if self._may_share and (self._region is None or self._region.numel() < size):
+            self._region = None
+            self._region = open_region(max(size, self._limit), layout.group)
+            self._may_share = self._region is not None
+        return self._may_share
+
+    def _through_region(
+        self,
+        names: list[str],
+        parts: list[torch.Tensor],
+        packs: Packs,
+        layout: Layout,
+        sizes: Mapping[str, int],
+    ) -> dict[str, torch.Tensor]:
+        assert self._region is not None
+        starts = [sum(size for _, size in packs[:rank]) for rank in range(len(packs))]
         dtypes = [part.dtype for part in parts]
-        device = parts[0].device
-        packs = _plan_packs(names, layout, dtypes)
-        packed = self._buffer("sent", max(size for _, size in packs), device)
-        for part, offset in zip(parts, packs[layout.rank][0], strict=True):
-            raw = part.view(-1).view(torch.uint8)
-            packed[offset : offset + raw.numel()] = raw
-        del parts, part, raw
-        received, starts = self._exchange(packed, [size for _, size in packs], layout)
-        whole = {}
-        for index, name in enumerate(names):
-            full = torch.empty(sizes[name], dtype=dtypes[index], device=device)
-            for rank, (start, stop) in enumerate(layout.ranges[name]):
-                at = starts[rank] + packs[rank][0][index]
-                raw = received[at : at + (stop - start) * dtypes[index].itemsize]
-                full[start:stop] = raw.view(dtypes[index])
-            whole[name] = full
+        _pack(parts, self._region[starts[layout.rank] :], packs[layout.rank][0])
+        del parts
+        dist.all_reduce(torch.zeros(1), group=layout.group)  # every rank has written
+        whole = _in_order(names, dtypes, self._region, starts, packs, layout, sizes)
+        if self._region.numel() > max(self._limit, 1):
+            self._region = None  # one tensor needed more than a bucket; the next ones do not
         return whole
+
+    def _through_collective(
+        self,
+        names: list[str],
+        parts: list[torch.Tensor],
+        packs: Packs,
+        layout: Layout,
+        sizes: Mapping[str, int],
+    ) -> dict[str, torch.Tensor]:
+        dtypes = [part.dtype for part in parts]
+        packed = self._buffer("sent", max(size for _, size in packs), parts[0].device)
+        _pack(parts, packed, packs[layout.rank][0])
+        parts.clear()
+        received, starts = self._exchange(packed, [size for _, size in packs], layout)
+        return _in_order(names, dtypes, received, starts, packs, layout, sizes)
 
     def _exchange(
         self, packed: torch.Tensor, sizes: list[int], layout: Layout
@@ -77,6 +118,32 @@ class Gatherer:
             del held
             held = self._buffers[name] = torch.empty(size, dtype=torch.uint8, device=device)
         return held[:size]
+
+
+def _pack(parts: Sequence[torch.Tensor], target: torch.Tensor, offsets: Sequence[int]) -> None:
+    for part, offset in zip(parts, offsets, strict=True):
+        raw = part.view(-1).view(torch.uint8)
+        target[offset : offset + raw.numel()] = raw
+
+
+def _in_order(
+    names: Sequence[str],
+    dtypes: Sequence[torch.dtype],
+    received: torch.Tensor,
+    starts: Sequence[int],
+    packs: Packs,
+    layout: Layout,
+    sizes: Mapping[str, int],
+) -> dict[str, torch.Tensor]:
+    """Whole tensors out of every rank's pack."""
+    whole = {}
+    for index, (name, dtype) in enumerate(zip(names, dtypes, strict=True)):
+        full = torch.empty(sizes[name], dtype=dtype, device=received.device)
+        for rank, (start, stop) in enumerate(layout.ranges[name]):
+            at = starts[rank] + packs[rank][0][index]
+            full[start:stop] = received[at : at + (stop - start) * dtype.itemsize].view(dtype)
+        whole[name] = full
+    return whole
 
 
 def _gather_one(part: torch.Tensor, ranges: Sequence[tuple[int, int]], layout: Layout) -> torch.Tensor:
@@ -104,13 +171,11 @@ def _is_uneven(sizes: list[int]) -> bool:
     return max(sizes) * len(sizes) > 1.5 * sum(sizes)
 
 
-def _plan_packs(
-    names: Sequence[str], layout: Layout, dtypes: Sequence[torch.dtype]
-) -> list[tuple[list[int], int]]:
-    """For each rank: where it packs each tensor, in bytes, and the length of its pack."""
-    packs = []
+def _plan_packs(names: Sequence[str], layout: Layout, dtypes: Sequence[torch.dtype]) -> Packs:
+    packs: Packs = []
     for rank in range(len(next(iter(layout.ranges.values())))):
-        at, offsets = 0, []
+        at = 0
+        offsets: list[int] = []
         for name, dtype in zip(names, dtypes, strict=True):
             start, stop = layout.ranges[name][rank]
             offsets.append(at)

@@ -182,7 +182,8 @@ class WeightStream:
         infos = {info.name: info for info in self.policy.inventory.parameters}
         part = Layout({name: layout.ranges[name] for name in needed}, layout.rank, layout.group)
         values = {name: self.payload.shards[name].flat.to(self.policy.device) for name in needed}
-        flats = Gatherer(self.gather_bytes)(values, part, {name: infos[name].numel for name in needed})
+        gather = Gatherer(self.gather_bytes, may_share=False)
+        flats = gather(values, part, {name: infos[name].numel for name in needed})
         return {name: flats[name].view(infos[name].shape) for name in needed}
 
     def make_receipt(self, digests: dict[str, int], seconds: float) -> ExportReceipt:
