@@ -625,8 +625,8 @@ def score_bad_token(bad_rank):
     sequences = [[1, 2, 3], [4, 5, 6, 7, 8, 9]]
 
     def hook(_, inputs, output):
-        if output.shape[1] == 9:
-            output[0, 3 + 4] = math.inf
+        if output.shape[1] == 7:  # the last token of a sequence predicts nothing and is not computed
+            output[0, 2 + 4] = math.inf
 
     if dist.get_rank() == bad_rank:
         policy.model.model.norm.register_forward_hook(hook)
