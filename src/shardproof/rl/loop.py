@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import time
 from collections.abc import Sequence
@@ -45,9 +46,11 @@ def train(recipe: Recipe, loggers: Sequence[Logger] = ()) -> dict[str, float]:
         claim_folder(folder, recipe)
     with _StopFlag() as stop:
         run = set_up(recipe)
+        gc.freeze()  # what is there now stays; looking through it for garbage in every step is in vain
         try:
             return _train(run, folder, stop, loggers)
         finally:
+            gc.unfreeze()
             run.engine.close()
             if run.rewards is not None:
                 run.rewards.close()
