@@ -17,7 +17,6 @@ from shardproof.config.schema import Recipe
 from shardproof.dist.collectives import exchange, together
 from shardproof.dist.launch import init_distributed
 from shardproof.errors import fail
-from shardproof.export.stream import WeightStream
 from shardproof.rl.algorithms import ALGORITHMS, make_loss
 from shardproof.rl.experience import Experience, collect, sample_groups
 from shardproof.rl.folder import claim_folder, go_on, note, report, save, save_model, write_samples
@@ -199,7 +198,7 @@ def sync(run: Run, step: int, folder: Path) -> dict[str, float]:
     policy = run.policy.model
     if run.imitates:
         return {"version": float(policy.version)}
-    receipt = run.engine.load_weights(WeightStream(policy, policy.settings.compute_dtype))
+    receipt = run.engine.load_weights(run.weights)
     for finding in receipt.findings:
         note(folder, step, "finding", str(finding))
     synced = time.perf_counter()

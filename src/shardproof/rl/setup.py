@@ -14,6 +14,7 @@ from shardproof.config.schema import Recipe, Rewards, Role
 from shardproof.dist.collectives import together
 from shardproof.dist.launch import init_distributed
 from shardproof.dist.mesh import make_mesh
+from shardproof.export.stream import WeightStream
 from shardproof.rl.checks import check_inputs, make_lora
 from shardproof.rl.data import Prompt, PromptStream
 from shardproof.rl.rewards import RewardRunner, RewardSpec
@@ -43,6 +44,7 @@ class Run:
     reference: ShardedModel | None  # None: the policy's base with adapters off, or no KL at all
     critic: Trained | None
     engine: Engine
+    weights: WeightStream  # what the engine is sent
     prompts: list[Prompt]
     eval_prompts: list[Prompt]
     stream: PromptStream
@@ -88,6 +90,7 @@ def set_up(recipe: Recipe) -> Run:
         reference=reference,
         critic=critic,
         engine=engine,
+        weights=WeightStream(policy, policy.settings.compute_dtype),
         prompts=inputs.prompts,
         eval_prompts=inputs.held_out[: recipe.output.eval_prompts],
         stream=PromptStream(len(inputs.prompts), recipe.train.seed),
