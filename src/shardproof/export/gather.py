@@ -45,14 +45,19 @@ class Gatherer:
             return values
         names = list(values)
         parts = [values.pop(name).contiguous() for name in names]
-        packs = _plan_packs(names, layout, [part.dtype for part in parts])
+        dtypes = [part.dtype for part in parts]
+        packs = _plan_packs(names, layout, dtypes)
         if parts[0].device.type == "cpu" and self._share(sum(size for _, size in packs), layout):
-            return self._through_region(names, parts, packs, layout, sizes)
-        nbytes = sizes[names[0]] * parts[0].element_size()
-        if len(names) == 1 and nbytes > self._limit:
+            received, starts = self._through_region(parts, packs, layout)
+        elif len(names) == 1 and sizes[names[0]] * dtypes[0].itemsize > self._limit:
             self._buffers.clear()
             return {names[0]: _gather_one(parts.pop(), layout.ranges[names[0]], layout)}
-        return self._through_collective(names, parts, packs, layout, sizes)
+        else:
+            received, starts = self._through_collective(parts, packs, layout)
+        whole = _in_order(names, dtypes, received, starts, packs, layout, sizes)
+        if self._region is not None and self._region.numel() > max(self._limit, 1):
+            self._region = None  # one tensor needed more than a bucket; the next ones do not
+        return whole
 
     def _share(self, size: int, layout: Layout) -> bool:
         """Whether there is shared memory of this size. Collective when there is none yet, or too little."""
@@ -64,38 +69,22 @@ class Gatherer:
         return self._may_share
 
     def _through_region(
-        self,
-        names: list[str],
-        parts: list[torch.Tensor],
-        packs: Packs,
-        layout: Layout,
-        sizes: Mapping[str, int],
-    ) -> dict[str, torch.Tensor]:
+        self, parts: list[torch.Tensor], packs: Packs, layout: Layout
+    ) -> tuple[torch.Tensor, list[int]]:
+        """(every rank's pack in shared memory, where each begins). Uses up `parts`."""
         assert self._region is not None
         starts = [sum(size for _, size in packs[:rank]) for rank in range(len(packs))]
-        dtypes = [part.dtype for part in parts]
         _pack(parts, self._region[starts[layout.rank] :], packs[layout.rank][0])
-        del parts
         dist.all_reduce(torch.zeros(1), group=layout.group)  # every rank has written
-        whole = _in_order(names, dtypes, self._region, starts, packs, layout, sizes)
-        if self._region.numel() > max(self._limit, 1):
-            self._region = None  # one tensor needed more than a bucket; the next ones do not
-        return whole
+        return self._region, starts
 
     def _through_collective(
-        self,
-        names: list[str],
-        parts: list[torch.Tensor],
-        packs: Packs,
-        layout: Layout,
-        sizes: Mapping[str, int],
-    ) -> dict[str, torch.Tensor]:
-        dtypes = [part.dtype for part in parts]
+        self, parts: list[torch.Tensor], packs: Packs, layout: Layout
+    ) -> tuple[torch.Tensor, list[int]]:
+        """(every rank's pack as it was received, where each begins). Uses up `parts`."""
         packed = self._buffer("sent", max(size for _, size in packs), parts[0].device)
         _pack(parts, packed, packs[layout.rank][0])
-        parts.clear()
-        received, starts = self._exchange(packed, [size for _, size in packs], layout)
-        return _in_order(names, dtypes, received, starts, packs, layout, sizes)
+        return self._exchange(packed, [size for _, size in packs], layout)
 
     def _exchange(
         self, packed: torch.Tensor, sizes: list[int], layout: Layout
@@ -120,10 +109,12 @@ class Gatherer:
         return held[:size]
 
 
-def _pack(parts: Sequence[torch.Tensor], target: torch.Tensor, offsets: Sequence[int]) -> None:
+def _pack(parts: list[torch.Tensor], target: torch.Tensor, offsets: Sequence[int]) -> None:
+    """Lay the parts side by side, and let go of them."""
     for part, offset in zip(parts, offsets, strict=True):
         raw = part.view(-1).view(torch.uint8)
         target[offset : offset + raw.numel()] = raw
+    parts.clear()
 
 
 def _in_order(

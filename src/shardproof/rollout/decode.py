@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel
 
 from shardproof.rollout.engine import Completion, Request, Sampling
 
@@ -15,6 +15,21 @@ from shardproof.rollout.engine import Completion, Request, Sampling
 Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, DynamicCache], torch.Tensor]
 # (work is left on this rank) -> some rank has work left; the step is then run by all
 AnyoneLeft = Callable[[bool], bool]
+
+
+def last_logits(
+    model: Callable[..., Any], ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor, cache: Cache
+) -> torch.Tensor:
+    """A model's logits of the last position, [rows, vocabulary]; its keys and values are added to the cache."""
+    output = model(
+        input_ids=ids,
+        attention_mask=mask,
+        position_ids=positions,
+        past_key_values=cache,
+        use_cache=True,
+        logits_to_keep=1,
+    )
+    return output.logits[:, -1]
 
 
 def decode(
@@ -112,15 +127,8 @@ class Prefilled:
 
     def __init__(self, model: PreTrainedModel, requests: Sequence[Request], device: torch.device):
         batch = _Running(requests, model.config, device)
-        output = model(
-            input_ids=batch.input_ids,
-            attention_mask=batch.attention_mask,
-            position_ids=batch.position_ids,
-            past_key_values=batch.cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
-        self.logits = output.logits[:, -1][batch.prompt_of]
+        logits = last_logits(model, batch.input_ids, batch.attention_mask, batch.position_ids, batch.cache)
+        self.logits = logits[batch.prompt_of]
         self.length = batch.input_ids.shape[1]
         self.mask = batch.attention_mask[batch.prompt_of].bool()
         self.last_positions = batch.position_ids[batch.prompt_of, -1:]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import deepcopy
+from functools import partial
 
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from shardproof.checkpoint.boxes import Piece, orient
 from shardproof.checkpoint.mapping import CheckpointMap, map_checkpoint
@@ -18,7 +19,7 @@ from shardproof.export.stream import WeightStream
 from shardproof.findings import Finding
 from shardproof.model import hf_private
 from shardproof.model.buffers import compute_buffers
-from shardproof.rollout.decode import decode
+from shardproof.rollout.decode import decode, last_logits
 from shardproof.rollout.engine import Completion, Request, Sampling
 from shardproof.rollout.static import FixedDecoder, fits
 from shardproof.shard.sharded_model import ShardedModel
@@ -57,26 +58,13 @@ class EmbeddedEngine:
         if self._fixed is not None:
             return self._fixed(requests, sampling, self.version)
         return decode(
-            self._forward,
+            partial(last_logits, self.model),
             requests,
             sampling,
             config=self.model.config,
             device=self.device,
             version=self.version,
         )
-
-    def _forward(
-        self, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor, cache: DynamicCache
-    ) -> torch.Tensor:
-        output = self.model(
-            input_ids=ids,
-            attention_mask=mask,
-            position_ids=positions,
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
-        return output.logits[:, -1]
 
 
 class ShardedEngine:
@@ -111,7 +99,7 @@ class ShardedEngine:
         self.policy.module.eval()
         try:
             return decode(
-                self._forward,
+                partial(last_logits, partial(self.policy.module, task="logits")),
                 requests,
                 sampling,
                 config=self.policy.model.config,
@@ -122,20 +110,6 @@ class ShardedEngine:
             )
         finally:
             self.policy.module.train(was_training)
-
-    def _forward(
-        self, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor, cache: DynamicCache
-    ) -> torch.Tensor:
-        output = self.policy.module(
-            task="logits",
-            input_ids=ids,
-            attention_mask=mask,
-            position_ids=positions,
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
-        return output.logits[:, -1]
 
     def _idle(self) -> None:
         self.policy.module(

@@ -18,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel, StaticCache
 from transformers.cache_utils import StaticLayer
 
-from shardproof.rollout.decode import Prefilled, choose, uniform_numbers
+from shardproof.rollout.decode import Prefilled, choose, last_logits, uniform_numbers
 from shardproof.rollout.engine import Completion, Request, Sampling
 
 FIXED = "shardproof_fixed_cache"
@@ -174,15 +174,8 @@ class _Loop:
         """One step: the last token in, the next one out."""
         self._mask.index_fill_(3, self._column, True)
         self._column.add_(1)
-        output = self._model(
-            input_ids=self._ids,
-            attention_mask=self._mask,
-            position_ids=self._positions,
-            past_key_values=self._cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
-        self._record(output.logits[:, -1])
+        logits = last_logits(self._model, self._ids, self._mask, self._positions, self._cache)
+        self._record(logits)
 
     def _capture(self, started: Prefilled) -> None:
         """Run a step twice for what happens only once, then record it. What they write is written over by `run`."""
