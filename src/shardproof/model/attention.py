@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
@@ -98,6 +99,7 @@ def _repeat_heads(states: torch.Tensor, num_heads: int) -> torch.Tensor:
     return states if repeats == 1 else states.repeat_interleave(repeats, dim=1)
 
 
+@torch.compiler.disable  # it looks at lengths: compiled, it would be compiled again for every batch
 def _by_sequence(
     attend: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packing: Packing, *args: Any
 ) -> torch.Tensor:
@@ -196,19 +198,13 @@ def _flash(
     window_size = (-1, 0) if window is None else (window - 1, 0)
     q, k, v = (states[0].transpose(0, 1).contiguous() for states in (query, key, value))
     borders, longest = packing.cu_seqlens, packing.max_length
+    options: dict[str, Any]
     if _flash_attn is not None:
         options = {"softmax_scale": scaling, "causal": True, "window_size": window_size}
         out = _flash_attn(q, k, v, borders, borders, longest, longest, **options)
     else:
-        from torch.nn.attention.varlen import varlen_attn
-
-        grouped: dict[str, Any] = {"enable_gqa": True}
-        if "enable_gqa" not in inspect.signature(varlen_attn).parameters:
-            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-            grouped = {}
-        out = varlen_attn(
-            q, k, v, borders, borders, longest, longest, scale=scaling, window_size=window_size, **grouped
-        )
+        options = {"scale": scaling, "window_size": window_size, **_GROUPED}
+        out = varlen_attn(q, k, v, borders, borders, longest, longest, **options)
     return out.transpose(0, 1).unsqueeze(0)  # type: ignore[union-attr]
 
 
@@ -216,3 +212,6 @@ try:
     from flash_attn import flash_attn_varlen_func as _flash_attn
 except ImportError:
     _flash_attn = None
+
+# The kernel reads grouped keys and values as they are; from torch 2.12 on it wants to be told so.
+_GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}

@@ -13,8 +13,13 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-# Float32 elements of one chunk of logits: 128 MiB; a handful of such chunks exist at a time.
+from shardproof.model.compiling import can_compile, fused
+
+# Elements of one chunk of logits: a handful of float32 chunks of 128 MiB exist at a time. Where a chunk's arithmetic is
+# one kernel there are two of 1 GiB in 16 bits: enough rows for the matrix units, and few passes over the head's gradient.
 _CHUNK_ELEMENTS = 1 << 25
+_FUSED_CHUNK_ELEMENTS = 1 << 29
+_TILE = 128  # rows that matrix units take at a time
 
 
 @dataclass(frozen=True)
@@ -60,24 +65,6 @@ def token_logprobs(
     return _ChunkedHead.apply(hidden, head.weight, head.bias, targets, temperature, facts, want_entropy)
 
 
-def _logits(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    temperature: float,
-    facts: HeadFacts,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(logits / temperature, d logits / d head output) of a chunk; the derivative is None where it is constant."""
-    z = nn.functional.linear(hidden, weight, bias).float()
-    if facts.scale != 1.0:
-        z = z * facts.scale
-    slope = None
-    if facts.softcap is not None:
-        t = torch.tanh(z / facts.softcap)
-        z, slope = t * facts.softcap, 1.0 - t * t
-    return (z if temperature == 1.0 else z / temperature), slope
-
-
 class _ChunkedHead(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -90,47 +77,34 @@ class _ChunkedHead(torch.autograd.Function):
         facts: HeadFacts,
         want_entropy: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        num_tokens = hidden.shape[0]
-        logps = hidden.new_empty(num_tokens, dtype=torch.float32)
-        norms = torch.empty_like(logps)
-        entropy = torch.empty_like(logps) if want_entropy else logps.new_empty(0)
-        for rows in _chunks(num_tokens, weight.shape[0]):
-            z, _ = _logits(hidden[rows], weight, bias, temperature, facts)
-            norm = torch.logsumexp(z, dim=-1)
-            norms[rows] = norm
-            logps[rows] = z.gather(1, targets[rows, None]).squeeze(1) - norm
-            if want_entropy:
-                entropy[rows] = norm - (torch.softmax(z, dim=-1) * z).sum(-1)
+        settings = (temperature, facts.scale, facts.softcap, want_entropy)
+        read = fused(_read_chunk, hidden)
+        parts = []
+        for rows in _chunks(hidden, weight):
+            z = nn.functional.linear(hidden[rows], weight, bias)
+            parts.append(read(z, _part(targets, rows), *settings))
+        logps, norms, entropy = (torch.cat(column) for column in zip(*parts, strict=True))
         ctx.save_for_backward(hidden, weight, bias, targets, norms, entropy)
-        ctx.settings = (temperature, facts, want_entropy)
+        ctx.settings = settings
         return logps, entropy
 
     @staticmethod
     def backward(ctx: Any, grad_logps: torch.Tensor, grad_entropy: torch.Tensor) -> Any:  # type: ignore[override]
         hidden, weight, bias, targets, norms, entropy = ctx.saved_tensors
-        temperature, facts, want_entropy = ctx.settings
+        differentiate = fused(_differentiate_chunk, hidden)
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if ctx.needs_input_grad[2] else None
-        for rows in _chunks(hidden.shape[0], weight.shape[0]):
-            z, slope = _logits(hidden[rows], weight, bias, temperature, facts)
-            logp = z - norms[rows, None]
-            prob = logp.exp()
-            grad = -prob * grad_logps[rows, None]
-            grad.scatter_add_(1, targets[rows, None], grad_logps[rows, None])
-            if want_entropy:
-                grad -= prob * (logp + entropy[rows, None]) * grad_entropy[rows, None]
-            grad *= facts.scale / temperature
-            if slope is not None:
-                grad *= slope
-            grad = grad.to(hidden.dtype)
+        for rows in _chunks(hidden, weight):
+            z = nn.functional.linear(hidden[rows], weight, bias)
+            # Without entropies the last two are empty, and so are their parts.
+            columns = (_part(c, rows) for c in (targets, norms, grad_logps, entropy, grad_entropy))
+            grad = differentiate(z, *columns, *ctx.settings)
+            del z
             if grad_hidden is not None:
-                grad_hidden[rows] = grad @ weight
+                torch.mm(grad, weight, out=grad_hidden[rows])
             if grad_weight is not None:
-                if grad.dtype == grad_weight.dtype:
-                    grad_weight.addmm_(grad.t(), hidden[rows])  # no product of the weight's size beside it
-                else:
-                    grad_weight += grad.t() @ hidden[rows]
+                _add_product(grad_weight, grad.t(), hidden[rows])
             if grad_bias is not None:
                 grad_bias += grad.sum(0)
         grad_weight = grad_weight.to(weight.dtype) if grad_weight is not None else None
@@ -138,6 +112,86 @@ class _ChunkedHead(torch.autograd.Function):
         return grad_hidden, grad_weight, grad_bias, None, None, None, None
 
 
-def _chunks(num_tokens: int, vocabulary: int) -> list[slice]:
-    step = max(1, _CHUNK_ELEMENTS // vocabulary)
-    return [slice(at, min(at + step, num_tokens)) for at in range(0, num_tokens, step)]
+def _part(column: torch.Tensor, rows: slice) -> torch.Tensor:
+    """A copy: a view would tell compiled code how long the whole is, and be compiled again for another."""
+    return column[rows].clone()
+
+
+def _logits(
+    z: torch.Tensor, temperature: float, scale: float, softcap: float | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(logits / temperature, d logits / d head output) of a chunk; the derivative is None where it is constant."""
+    z = z.float()
+    if scale != 1.0:
+        z = z * scale
+    slope = None
+    if softcap is not None:
+        t = torch.tanh(z / softcap)
+        z, slope = t * softcap, 1.0 - t * t
+    return (z if temperature == 1.0 else z / temperature), slope
+
+
+def _read_chunk(
+    z: torch.Tensor,
+    targets: torch.Tensor,
+    temperature: float,
+    scale: float,
+    softcap: float | None,
+    want_entropy: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(log p(target), normaliser, entropy) of each row of head outputs."""
+    z, _ = _logits(z, temperature, scale, softcap)
+    norm = torch.logsumexp(z, dim=-1)
+    logp = z.gather(1, targets[:, None]).squeeze(1) - norm
+    if not want_entropy:
+        return logp, norm, norm.new_empty(0)
+    return logp, norm, norm - ((z - norm[:, None]).exp() * z).sum(-1)
+
+
+def _differentiate_chunk(
+    z: torch.Tensor,
+    targets: torch.Tensor,
+    norms: torch.Tensor,
+    grad_logps: torch.Tensor,
+    entropy: torch.Tensor,
+    grad_entropy: torch.Tensor,
+    temperature: float,
+    scale: float,
+    softcap: float | None,
+    want_entropy: bool,
+) -> torch.Tensor:
+    """The gradient of each row of head outputs, in their dtype."""
+    dtype = z.dtype
+    z, slope = _logits(z, temperature, scale, softcap)
+    logp = z - norms[:, None]
+    prob = logp.exp()
+    grad = prob * -grad_logps[:, None]
+    if z.is_cuda:  # a mask can be part of one kernel, a scatter cannot
+        at_target = torch.arange(z.shape[1], device=z.device) == targets[:, None]
+        grad = torch.where(at_target, grad + grad_logps[:, None], grad)
+    else:
+        grad.scatter_add_(1, targets[:, None], grad_logps[:, None])
+    if want_entropy:
+        grad -= prob * (logp + entropy[:, None]) * grad_entropy[:, None]
+    grad *= scale / temperature
+    if slope is not None:
+        grad *= slope
+    return grad.to(dtype)
+
+
+def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """total += left @ right, added up in the total's dtype without a product of its size beside it where that works."""
+    if left.dtype == total.dtype:
+        total.addmm_(left, right)
+    elif total.is_cuda:
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:
+        total += left @ right
+
+
+def _chunks(hidden: torch.Tensor, weight: torch.Tensor) -> list[slice]:
+    is_fused = can_compile(hidden.device, hidden.dtype)
+    step = max(1, (_FUSED_CHUNK_ELEMENTS if is_fused else _CHUNK_ELEMENTS) // weight.shape[0])
+    if step > _TILE:
+        step -= step % _TILE
+    return [slice(at, min(at + step, len(hidden))) for at in range(0, len(hidden), step)]

@@ -5,13 +5,14 @@ tests/unit/test_private_interfaces.py fails when one of these moves.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.activations import SiLUActivation
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     PrefixChange,
@@ -22,6 +23,7 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 from transformers.initialization import no_init_weights
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
 
 __all__ = [
     "WeightConverter",
@@ -142,3 +144,39 @@ def set_implementations(
     if experts is not None:
         model_kwargs["experts_implementation"] = experts
     return model_kwargs
+
+
+def register_experts(name: str, function: Callable[..., torch.Tensor]) -> None:
+    """Make `function(module, hidden_states, top_k_index, top_k_weights)` an experts implementation."""
+    ALL_EXPERTS_FUNCTIONS.register(name, function)
+
+
+def expert_modules(model: nn.Module) -> list[nn.Module]:
+    """The modules that hold a layer's experts as fused parameters and ask the interface how to run them."""
+    return [
+        module
+        for module in model.modules()
+        if hasattr(module, "is_transposed") and _has_experts_config(module) and hasattr(module, "act_fn")
+    ]
+
+
+def is_plain_gated(experts: nn.Module) -> bool:
+    """Whether experts compute down(silu(gate(x)) * up(x)), gate above up in one weight, without biases."""
+    return (
+        experts.has_gate is True
+        and experts.has_bias is False
+        and experts.is_transposed is False
+        and getattr(experts, "is_concatenated", True) is True
+        and type(experts)._apply_gate is _default_apply_gate
+        and isinstance(experts.act_fn, nn.SiLU | SiLUActivation)
+    )
+
+
+def set_experts_implementation(experts: Sequence[nn.Module], name: str) -> None:
+    """Let the experts run through the registered function `name`."""
+    for module in experts:
+        module.config._experts_implementation_internal = name  # type: ignore[union-attr]
+
+
+def _has_experts_config(module: nn.Module) -> bool:
+    return hasattr(getattr(module, "config", None), "_experts_implementation")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -44,7 +45,7 @@ class Packing:
     @property
     def ordered(self) -> bool:
         """Sequences of one length are side by side already."""
-        return self.lengths == sorted(self.lengths)
+        return all(a <= b for a, b in pairwise(self.lengths))
 
     def order(self) -> tuple[torch.Tensor, torch.Tensor]:
         """(token positions with sequences of one length side by side, the way back); found once for all layers."""

@@ -7,9 +7,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.functional import pad
 from transformers import Cache, DynamicCache, PreTrainedModel
 
+from shardproof.model.compiling import fused
 from shardproof.rollout.engine import Completion, Request, Sampling
+
+_BLOCK = 128  # entries of the vocabulary whose weights are added up together
 
 # (input_ids, attention_mask, position_ids, cache) -> logits of the last position, [rows, vocabulary]
 Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, DynamicCache], torch.Tensor]
@@ -59,7 +63,7 @@ def decode(
         logits = forward(batch.input_ids, batch.attention_mask, batch.position_ids, batch.cache)
         if step == 0:
             logits = batch.fan_out(logits)
-        tokens, logprobs = draw(logits.float(), [requests[row].seed for row in batch.rows], step, sampling)
+        tokens, logprobs = draw(logits, [requests[row].seed for row in batch.rows], step, sampling)
         batch.advance(tokens, logprobs, sampling)
     return [
         Completion(tuple(tokens), tuple(logprobs), finished, version)
@@ -154,32 +158,66 @@ def choose(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(token, its log-prob) for each row, by the row's number in [0, 1). Waits for nothing on a device."""
     if sampling.temperature == 0:
-        every = torch.log_softmax(logits, dim=-1)
-        tokens = logits.argmax(dim=-1)
+        every = torch.log_softmax(logits.float(), dim=-1)
+        tokens = every.argmax(dim=-1)
         return tokens, every.gather(1, tokens[:, None]).squeeze(1)
-    every = torch.log_softmax(logits / sampling.temperature, dim=-1)
-    probs = every.exp()
-    if sampling.top_p < 1.0:
-        probs = _nucleus(probs, sampling.top_p)
-        every = torch.log(probs)
-    cumulative = probs.double().cumsum(dim=-1)
-    # The last entry is 1 up to rounding; scaling by it keeps the draw inside the vocabulary.
-    tokens = torch.searchsorted(cumulative, (uniform * cumulative[:, -1])[:, None], right=True).squeeze(1)
-    tokens = tokens.clamp(max=logits.shape[-1] - 1)
-    return tokens, every.gather(1, tokens[:, None]).squeeze(1)
+    if sampling.top_p == 1.0:
+        return fused(_sample, logits)(logits, uniform, sampling.temperature)
+    blocks, _ = _weigh(logits, sampling.temperature)
+    blocks = _nucleus(blocks.flatten(1), sampling.top_p).view_as(blocks)
+    return _invert(blocks, blocks.sum(-1, dtype=torch.float64), uniform, logits.shape[1])
 
 
-def _nucleus(probs: torch.Tensor, top_p: float) -> torch.Tensor:
-    """The most likely tokens that together reach `top_p`, renormalised."""
+def _sample(
+    logits: torch.Tensor, uniform: torch.Tensor, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _invert(*_weigh(logits, temperature), uniform, logits.shape[1])
+
+
+def _weigh(logits: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """(weights that are proportional to probabilities, in blocks, the blocks' sums)."""
+    scaled = logits.float() if temperature == 1.0 else logits.float() / temperature
+    weights = (scaled - scaled.amax(-1, keepdim=True)).exp()
+    blocks = pad(weights, (0, -weights.shape[1] % _BLOCK)).view(len(weights), -1, _BLOCK)
+    return blocks, blocks.sum(-1, dtype=torch.float64)
+
+
+def _invert(
+    blocks: torch.Tensor, sums: torch.Tensor, uniform: torch.Tensor, size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(which of `size` entries makes each row's running sum of weights pass its share of the total, its log-prob).
+
+    The running sum goes over blocks first, and then through the one that is passed: over a whole vocabulary it is a
+    long chain, on which a device with few rows would spend a good part of a step.
+    """
+    ends = sums.cumsum(-1)
+    total = ends[:, -1]
+    aim = (uniform * total)[:, None]
+    block = torch.searchsorted(ends, aim, right=True).clamp(max=blocks.shape[1] - 1)
+    before = torch.where(block > 0, ends.gather(1, (block - 1).clamp(min=0)), 0.0)
+    inside = blocks.gather(1, block[:, :, None].expand(-1, 1, _BLOCK)).squeeze(1).double().cumsum(-1)
+    offset = torch.searchsorted(inside, aim - before, right=True).clamp(max=_BLOCK - 1)
+    entry = (block * _BLOCK + offset).clamp(max=size - 1)
+    weight = blocks.flatten(1).gather(1, entry).squeeze(1)
+    return entry.squeeze(1), (weight.log() - total.log()).float()
+
+
+def _nucleus(weights: torch.Tensor, top_p: float) -> torch.Tensor:
+    """Probabilities of the most likely tokens that together reach `top_p`, renormalised."""
+    probs = weights / weights.sum(-1, keepdim=True)
     ordered, order = probs.sort(dim=-1, descending=True)
     outside = ordered.cumsum(-1) - ordered >= top_p
     kept = probs.masked_fill(torch.zeros_like(outside).scatter(1, order, outside), 0.0)
     return kept / kept.sum(-1, keepdim=True)
 
 
-def uniform_numbers(seeds: Sequence[int], step: int) -> np.ndarray:
-    """A number in [0, 1) for each seed that depends on (seed, step) alone: SplitMix64's stream of the seed, at `step`."""
-    state = np.array(seeds, np.uint64) + np.uint64(((step + 1) * 0x9E3779B97F4A7C15) % 2**64)
+def uniform_numbers(seeds: Sequence[int], step: int | np.ndarray) -> np.ndarray:
+    """A number in [0, 1) for each seed that depends on (seed, step) alone: SplitMix64's stream of the seed, at `step`.
+
+    For a column of steps, a row for each.
+    """
+    steps = (np.atleast_1d(step).astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    state = np.array(seeds, np.uint64) + steps
     state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     state ^= state >> np.uint64(31)

@@ -7,9 +7,10 @@ it is captured once and replayed. Prompts are read as ever, into a growing cache
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -20,13 +21,17 @@ from transformers.cache_utils import StaticLayer
 
 from shardproof.rollout.decode import Prefilled, choose, last_logits, uniform_numbers
 from shardproof.rollout.engine import Completion, Request, Sampling
+from shardproof.rollout.fused import FusedStep, can_fuse
+
+logger = logging.getLogger(__name__)
 
 FIXED = "shardproof_fixed_cache"
 _LENGTH_STEP = (
     128  # cache lengths are rounded up to this, so that prompts of other lengths use the same graph
 )
 _CHECK_EVERY = 16  # steps between two looks at whether every row has finished
-_KEPT = 2  # graphs: one for training, one for evaluation
+_KEPT = 3  # graphs: for training, for evaluation, and for the canary
+_MAX_DISTANCE = 0.1  # of two steps' log-probs, by how likely the tokens are
 
 
 def grouped_attention(
@@ -65,6 +70,47 @@ def fits(model: PreTrainedModel) -> bool:
         return False
 
 
+class Step(Protocol):
+    """A model that takes one new token a row, in memory that stays where it is."""
+
+    def fill(self, started: Prefilled) -> None:
+        """Begin after the prompts."""
+        ...
+
+    def __call__(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Logits [rows, vocabulary] after tokens [rows, 1] at positions [rows, 1]."""
+        ...
+
+
+class ModelStep:
+    """The model as it is written, over transformers' cache of fixed size."""
+
+    def __init__(self, model: PreTrainedModel, rows: int, length: int, device: torch.device):
+        self._model = model
+        self._cache = StaticCache(model.config, max_cache_len=length)
+        self._mask = torch.zeros(rows, 1, 1, length, dtype=torch.bool, device=device)
+        self._column = torch.zeros(1, dtype=torch.int64, device=device)
+
+    def fill(self, started: Prefilled) -> None:
+        width = started.length
+        for fixed, grown in zip(self._cache.layers, started.layers(), strict=True):
+            if not fixed.is_initialized:
+                fixed.lazy_initialization(*grown)
+            assert fixed.keys is not None and fixed.values is not None
+            fixed.keys[:, :, :width].copy_(grown[0])
+            fixed.values[:, :, :width].copy_(grown[1])
+            fixed.cumulative_length.fill_(width)
+        self._mask.zero_()
+        self._mask[:, 0, 0, :width].copy_(started.mask)
+        self._column.fill_(width)
+
+    def __call__(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        self._mask.index_fill_(3, self._column, True)
+        self._column.add_(1)
+        with _attention(self._model):
+            return last_logits(self._model, ids, self._mask, positions, self._cache)
+
+
 class FixedDecoder:
     """Decodes batches with one model. The model's parameters may be written between calls, not moved."""
 
@@ -72,6 +118,8 @@ class FixedDecoder:
         self._model = model
         self._device = device
         self._loops: dict[Any, _Loop] = {}
+        # Whether steps run through kernels of our own; None: they could, and have not yet been compared.
+        self._fuses: bool | None = None if can_fuse(model, device) else False
 
     def __call__(self, requests: Sequence[Request], sampling: Sampling, version: int) -> list[Completion]:
         """Complete all requests in one batch."""
@@ -85,13 +133,40 @@ class FixedDecoder:
         if loop is None:
             while len(self._loops) >= _KEPT:
                 self._loops.pop(next(iter(self._loops)))
-            loop = _Loop(self._model, len(requests), length, sampling, self._device)
+            loop = _Loop(self._step(started, len(requests), length), len(requests), sampling, self._device)
         self._loops[key] = loop
         tokens, logprobs = loop.run(started, [request.seed for request in requests])
         return [
             _completion(row, scores, sampling, version)
             for row, scores in zip(tokens.tolist(), logprobs.tolist(), strict=True)
         ]
+
+    def _step(self, started: Prefilled, rows: int, length: int) -> Step:
+        """The fastest step that computes what the model computes."""
+        if self._fuses is False:
+            return ModelStep(self._model, rows, length, self._device)
+        fused = FusedStep(self._model, rows, length)
+        if self._fuses is None:
+            written = ModelStep(self._model, rows, length, self._device)
+            self._fuses = _agree(fused, written, started)
+            if not self._fuses:
+                logger.warning(
+                    "decoding without fused kernels: they differ from %s", type(self._model).__name__
+                )
+                return written
+        return fused
+
+
+def _agree(fused: Step, written: Step, started: Prefilled) -> bool:
+    """Whether two steps say the same of a likely next token, but for what 16 bits cannot say."""
+    ids, positions = started.logits.argmax(-1, keepdim=True), started.last_positions + 1
+    found = []
+    for step in (fused, written):
+        step.fill(started)
+        found.append(torch.log_softmax(step(ids, positions).float(), -1))
+    # Likely tokens count: what is hardly ever drawn may be far off.
+    distance = (found[1].exp() * (found[0] - found[1]).abs()).sum(-1).max()
+    return bool(distance < _MAX_DISTANCE)  # NaN is none
 
 
 def _completion(tokens: list[int], logprobs: list[float], sampling: Sampling, version: int) -> Completion:
@@ -104,21 +179,16 @@ def _completion(tokens: list[int], logprobs: list[float], sampling: Sampling, ve
 class _Loop:
     """The memory of one batch size, cache length and sampling, and the step that works in it."""
 
-    def __init__(
-        self, model: PreTrainedModel, rows: int, length: int, sampling: Sampling, device: torch.device
-    ):
-        self._model = model
+    def __init__(self, step: Step, rows: int, sampling: Sampling, device: torch.device):
+        self._model = step
         self._sampling = sampling
         self._device = device
-        self._cache = StaticCache(model.config, max_cache_len=length)
         steps = sampling.max_new_tokens
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        self._ids, self._positions = zeros(rows, 1), zeros(rows, 1)
-        self._mask = zeros(rows, 1, 1, length, dtype=torch.bool)
-        self._column, self._step = zeros(1), zeros(1)
+        self._ids, self._positions, self._step = zeros(rows, 1), zeros(rows, 1), zeros(1)
         self._uniform = zeros(steps, rows, dtype=torch.float64)
         self._tokens, self._logprobs = zeros(steps, rows), zeros(steps, rows, dtype=torch.float32)
         self._done = zeros(rows, dtype=torch.bool)
@@ -128,41 +198,30 @@ class _Loop:
     def run(self, started: Prefilled, seeds: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """(tokens, log-probs), each [rows, steps], on the host."""
         steps = self._sampling.max_new_tokens
-        numbers = np.stack([uniform_numbers(seeds, step) for step in range(steps)])
+        numbers = uniform_numbers(seeds, np.arange(steps)[:, None])
         if self._device.type == "cuda" and self._graph is None and steps > 1:
             self._capture(started)
         self._uniform.copy_(torch.from_numpy(numbers))
         self._fill(started)
         self._record(started.logits)
         taken = 1
-        with _attention(self._model):
-            for taken in range(1, steps + 1):
-                if taken == steps or (taken % _CHECK_EVERY == 1 and bool(self._done.all())):
-                    break
-                self._graph.replay() if self._graph is not None else self._advance()
+        for taken in range(1, steps + 1):
+            if taken == steps or (taken % _CHECK_EVERY == 1 and bool(self._done.all())):
+                break
+            self._graph.replay() if self._graph is not None else self._advance()
         return self._tokens[:taken].T.cpu(), self._logprobs[:taken].T.cpu()
 
     def _fill(self, started: Prefilled) -> None:
         """Put the prompts' keys and values into the fixed cache, and begin at its end."""
-        width = started.length
-        for fixed, grown in zip(self._cache.layers, started.layers(), strict=True):
-            if not fixed.is_initialized:
-                fixed.lazy_initialization(*grown)
-            assert fixed.keys is not None and fixed.values is not None
-            fixed.keys[:, :, :width].copy_(grown[0])
-            fixed.values[:, :, :width].copy_(grown[1])
-            fixed.cumulative_length.fill_(width)
-        self._mask.zero_()
-        self._mask[:, 0, 0, :width].copy_(started.mask)
+        self._model.fill(started)
         self._positions.copy_(started.last_positions)
-        self._column.fill_(width)
         self._step.zero_()
         self._done.zero_()
 
     def _record(self, logits: torch.Tensor) -> None:
         """Draw a token for each row and note it; what follows its position is set up. Nothing waits for the host."""
         uniform = self._uniform.index_select(0, self._step).squeeze(0)
-        tokens, logprobs = choose(logits.float(), uniform, self._sampling)
+        tokens, logprobs = choose(logits, uniform, self._sampling)
         self._tokens.index_copy_(0, self._step, tokens[None])
         self._logprobs.index_copy_(0, self._step, logprobs[None])
         self._done.logical_or_(torch.isin(tokens, self._stops))
@@ -172,24 +231,21 @@ class _Loop:
 
     def _advance(self) -> None:
         """One step: the last token in, the next one out."""
-        self._mask.index_fill_(3, self._column, True)
-        self._column.add_(1)
-        logits = last_logits(self._model, self._ids, self._mask, self._positions, self._cache)
-        self._record(logits)
+        self._record(self._model(self._ids, self._positions))
 
     def _capture(self, started: Prefilled) -> None:
         """Run a step twice for what happens only once, then record it. What they write is written over by `run`."""
         self._fill(started)
         stream = torch.cuda.Stream(self._device)
         stream.wait_stream(torch.cuda.current_stream(self._device))
-        with _attention(self._model), torch.cuda.stream(stream):
+        with torch.cuda.stream(stream):
             for _ in range(2):
                 self._step.zero_()
                 self._advance()
             self._step.zero_()
         torch.cuda.current_stream(self._device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with _attention(self._model), torch.cuda.graph(graph):
+        with torch.cuda.graph(graph):
             self._advance()
         self._graph = graph
 

@@ -23,6 +23,8 @@ from shardproof.dist.collectives import raise_together, together
 from shardproof.dist.launch import init_distributed
 from shardproof.dist.sequence import make_sequence_group
 from shardproof.errors import error_for
+from shardproof.model.compiling import compile_blocks
+from shardproof.model.experts import use_grouped_experts
 from shardproof.model.families import check_sequence_parallel
 from shardproof.model.inventory import Inventory, take_inventory
 from shardproof.model.roles import RoleModule
@@ -69,11 +71,13 @@ def load(
     trust_remote_code: bool = False,
     attn_implementation: str | None = None,
     experts_implementation: str | None = None,
+    compile: bool | None = None,
     progress: bool = True,
 ) -> ShardedModel:
     """A model of which this rank holds exactly its shard, read by itself, written once, and attested.
 
     `source` is a folder or hub id with safetensors, or `RandomInit(config, seed)`. Raises the same error on every rank.
+    `compile` compiles the transformer blocks; None does so on CUDA with 16-bit compute, where Triton is installed.
 
     Collective: every rank. Memory: this rank's shards; with FSDP1 also one unit.
     """
@@ -92,6 +96,7 @@ def load(
         trust_remote_code=trust_remote_code,
         attn_implementation=attn_implementation,
         experts_implementation=experts_implementation,
+        compile=compile,
     )
     init_distributed(options.device if isinstance(options.device, torch.device) else None)
     with together("settings"):
@@ -169,6 +174,10 @@ def _skeleton(resolved: ResolvedSource, options: LoadOptions) -> Skeleton:
         experts_implementation=options.experts_implementation,
     )
     checkpoint_blocks(skeleton.model, int(options.checkpoint_activations))
+    if options.compiles:
+        compile_blocks(skeleton.model)
+        if options.experts_implementation is None:
+            use_grouped_experts(skeleton.model)
     return skeleton
 
 

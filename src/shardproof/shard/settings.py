@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardproof.dist.launch import resolve_device
 from shardproof.dist.mesh import check_mesh, make_mesh
 from shardproof.errors import choose, fail
+from shardproof.model.compiling import can_compile
 from shardproof.model.roles import ROLES
 
 FSDP1, FSDP2 = "fsdp1", "fsdp2"
@@ -35,6 +36,13 @@ class LoadOptions:
     trust_remote_code: bool
     attn_implementation: str | None
     experts_implementation: str | None
+    compile: bool | None  # None: where it is worth having
+
+    @property
+    def compiles(self) -> bool:
+        if self.compile is None:
+            return can_compile(self.device, self.compute_dtype)
+        return self.compile
 
     def check(self) -> None:
         """Raise a ConfigError that names the setting that cannot be."""

@@ -10,6 +10,7 @@ from itertools import accumulate
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1Module
@@ -48,8 +49,9 @@ def sum_gradients(root: nn.Module) -> None:
     """
     for module in root.modules():
         if isinstance(module, FSDPModule):
-            module.set_force_sum_reduction_for_comms(True)
-            module.set_gradient_divide_factor(1.0)
+            if dist.get_world_size() > 1:  # alone, dividing by one would be a pass over every gradient
+                module.set_force_sum_reduction_for_comms(True)
+                module.set_gradient_divide_factor(1.0)
             if hasattr(module, "set_reduce_scatter_unused_params"):
                 module.set_reduce_scatter_unused_params(True, recurse=False)
         elif isinstance(module, FSDP1Module):

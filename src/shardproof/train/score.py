@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from shardproof.errors import fail
 from shardproof.findings import Finding
 from shardproof.model import hf_private
 from shardproof.model.attention import PACKED
+from shardproof.model.compiling import forget_compiled, is_compiled, uncompiled
 from shardproof.model.families import max_positions, why_not_packed
 from shardproof.model.head import can_chunk, head_facts
 from shardproof.model.lora import adapters_off
@@ -26,7 +28,10 @@ from shardproof.shard.torch_private import reshard
 from shardproof.train.batching import Batch, check_batch, spread
 from shardproof.train.loss import Scored
 
+logger = logging.getLogger(__name__)
+
 _DEFAULT_TOKENS = 16384
+_COMPILED_PROBE = 256  # tokens of each sequence on which compiled blocks are compared
 
 
 @dataclass(frozen=True)
@@ -256,7 +261,7 @@ class _Inputs:
     def __init__(self, policy: ShardedModel, micro_batch: Batch, packed: bool, every_token: bool):
         self._group = policy.sequence_group if packed else None
         size = self._group.size if self._group is not None else 1
-        sequences = micro_batch.sequences or [[0, 0]]
+        sequences = micro_batch.sequences or [[0, 0, 0]]
         trimmed = packed and not every_token
         lengths = [len(sequence) - trimmed for sequence in sequences]
         tokens = [token for sequence in sequences for token in (sequence[:-1] if trimmed else sequence)]
@@ -306,7 +311,11 @@ def scoring_of(policy: ShardedModel) -> Scoring:
     Collective: every rank, the first time.
     """
     if policy.scoring is None:
-        policy.scoring = _find_scoring(policy)
+        # Compiled, every candidate would be compiled.
+        with uncompiled():
+            policy.scoring = _find_scoring(policy)
+        if is_compiled(policy.model):
+            _check_compiled(policy, policy.scoring)
     return policy.scoring
 
 
@@ -352,6 +361,31 @@ def _find_scoring(policy: ShardedModel) -> Scoring:
         message = f"{policy.model.config.model_type!r} cannot run with sequence parallelism: {problem}."
         raise fail("T303", "score", message, fix="load it with sequence_parallel=1")
     return own
+
+
+def _check_compiled(policy: ShardedModel, scoring: Scoring) -> None:
+    """Keep compiled blocks only if they say what the blocks say as they are written. Collective: every rank."""
+    length = min(_COMPILED_PROBE, max_positions(policy.model.config) or _COMPILED_PROBE)
+    vocabulary = vocabulary_size(policy)
+    probe = Batch([[(17 * i + 3 * n + 1) % vocabulary for i in range(length)] for n in range(4)])
+    problem: str | None = f"sequences are not packed ({scoring.reason})"
+    if scoring.packed:
+        with torch.no_grad(), _evaluating(policy):
+            found = _probe(policy, probe, scoring)
+            with uncompiled():
+                truth = _probe(policy, probe, scoring)
+        if isinstance(found, str) or isinstance(truth, str):
+            problem = str(found)
+        else:
+            # Single tokens differ by what 16 bits cannot say; all of them together hardly do.
+            error = float((found - truth).abs().mean())
+            finite = bool(torch.isfinite(truth).all())
+            problem = None if error <= 0.05 or not finite else f"log-probs differ by {error:.3g} on average"
+    problems = [each for each in exchange(problem) if each is not None]
+    if problems:
+        forget_compiled(policy.model)
+        if dist.get_rank() == 0:
+            logger.warning("the %s's blocks are not compiled: %s", policy.role, problems[0])
 
 
 def _probe(policy: ShardedModel, probe: Batch, scoring: Scoring) -> torch.Tensor | str:

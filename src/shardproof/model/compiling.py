@@ -1,0 +1,84 @@
+"""Compiled blocks: each transformer block's elementwise work fused by torch.compile, once for all blocks and lengths.
+
+What is compiled is a module's `forward`, not the module: FSDP's hooks and activation checkpointing run around it as
+they always do, and no name in the module changes. All blocks of one class share one compilation. Token counts are
+symbols in it, so micro-batches of other lengths use it too.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from shardproof.model import hf_private
+
+
+@cache
+def can_compile(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether compiled blocks are worth having here: on CUDA in 16 bits, where kernels wait for memory."""
+    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
+        return False
+    return importlib.util.find_spec("triton") is not None
+
+
+def fused(function: Callable[..., Any], like: torch.Tensor) -> Callable[..., Any]:
+    """The function as few kernels where that pays for tensors such as `like`; elsewhere the function itself."""
+    return _compiled(function) if can_compile(like.device, like.dtype) else function
+
+
+@cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, dynamic=True)
+
+
+def compile_blocks(model: PreTrainedModel) -> None:
+    """Compile the forward of every block; nothing happens before its first call."""
+    for part in _parts(model):
+        part.forward = torch.compile(part.forward, dynamic=True)
+
+
+def forget_compiled(model: PreTrainedModel) -> None:
+    """Undo `compile_blocks`."""
+    for module in model.modules():
+        if _has_compiled_forward(module):
+            del module.forward
+
+
+def is_compiled(model: PreTrainedModel) -> bool:
+    """Whether some block's forward is compiled."""
+    return any(map(_has_compiled_forward, model.modules()))
+
+
+def _has_compiled_forward(module: nn.Module) -> bool:
+    return hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
+
+
+def uncompiled() -> AbstractContextManager[None]:
+    """Inside the block compiled forwards run as they are written."""
+    return torch.compiler.set_stance("force_eager")
+
+
+def _parts(model: PreTrainedModel) -> Iterator[nn.Module]:
+    """Blocks; of a block with experts the parts beside them.
+
+    What routes tokens is left out: a recompute replays its choices, which a compiled router would not know of, and
+    experts have kernels of their own.
+    """
+    classes = hf_private.block_classes(model)
+    for module in model.modules():
+        if type(module).__name__ in classes:
+            if any(_routes(child) for child in module.modules()):
+                yield from (child for child in module.children() if not any(map(_routes, child.modules())))
+            else:
+                yield module
+
+
+def _routes(module: nn.Module) -> bool:
+    return hasattr(module, "num_experts") or "router" in type(module).__name__.lower()

@@ -1,0 +1,125 @@
+"""A decoding step through kernels of our own, for models built as most are: RMS norms, rotary attention, a gated MLP.
+
+Eight kernels a layer read each weight once. Whether a model is built that way is read off its modules; whether the step
+then computes what the model computes is found out by the decoder, which compares the two before it relies on this one.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.nn.functional import linear
+from transformers import PreTrainedModel
+from transformers.activations import SiLUActivation
+
+from shardproof.model.compiling import can_compile
+from shardproof.model.families import MOVING_ROPE
+from shardproof.rollout.decode import Prefilled
+
+_ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
+_HEAD_NORMS = {"q_norm", "k_norm"}
+_MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+_BLOCK = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+_TILE = 128  # what widths must be multiples of
+_HEAD_WIDTHS = (32, 64, 128, 256)
+
+
+def can_fuse(model: PreTrainedModel, device: torch.device) -> bool:
+    """Whether the step can run this model at all: its modules are those that it knows, in sizes that it takes."""
+    if model.dtype != torch.bfloat16 or not can_compile(device, model.dtype):
+        return False
+    base: Any = model.base_model
+    head = model.get_output_embeddings()
+    rope = (getattr(model.config.get_text_config(), "rope_parameters", None) or {}).get(
+        "rope_type", "default"
+    )
+    if rope in MOVING_ROPE or base is model or type(head) is not nn.Linear or head.bias is not None:
+        return False
+    if not {"embed_tokens", "layers", "norm", "rotary_emb"} <= set(dict(base.named_children())):
+        return False
+    return all(map(_is_plain_block, base.layers))
+
+
+def _is_plain_block(block: Any) -> bool:
+    if set(dict(block.named_children())) != _BLOCK:
+        return False
+    attention, mlp = block.self_attn, block.mlp
+    names = set(dict(attention.named_children()))
+    if names not in (_ATTENTION, _ATTENTION | _HEAD_NORMS) or set(dict(mlp.named_children())) != _MLP:
+        return False
+    projections = [getattr(attention, name) for name in _ATTENTION]
+    projections += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+    width = getattr(attention, "head_dim", 0)
+    norms = [block.input_layernorm, block.post_attention_layernorm]
+    norms += [getattr(attention, name) for name in names & _HEAD_NORMS]
+    return (
+        all(type(each) is nn.Linear for each in projections)
+        and all(size % _TILE == 0 for each in projections for size in each.weight.shape)
+        and all(each.bias is None for each in (attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj))
+        and len({each.bias is None for each in (attention.q_proj, attention.k_proj, attention.v_proj)}) == 1
+        and all(hasattr(norm, "variance_epsilon") for norm in norms)
+        and all(getattr(attention, name).weight.shape == (width,) for name in names & _HEAD_NORMS)
+        and isinstance(mlp.act_fn, nn.SiLU | SiLUActivation)
+        and width in _HEAD_WIDTHS
+    )
+
+
+class FusedStep:
+    """One new token a row, in memory that stays where it is: keys and values stand at their token's position."""
+
+    def __init__(self, model: PreTrainedModel, rows: int, capacity: int):
+        self._base = cast(Any, model.base_model)
+        self._head: nn.Module = model.get_output_embeddings()
+        layers: Any = self._base.layers
+        attention = layers[0].self_attn
+        width, hidden = attention.head_dim, attention.q_proj.in_features
+        key_heads = attention.k_proj.out_features // width
+        like: torch.Tensor = self._head.get_parameter("weight")
+
+        def empty(*shape: int) -> torch.Tensor:
+            return torch.empty(shape, dtype=like.dtype, device=like.device)
+
+        self._cache = [
+            (empty(rows, key_heads, capacity, width), empty(rows, key_heads, capacity, width)) for _ in layers
+        ]
+        positions = torch.arange(capacity, device=like.device)[None]
+        cos, sin = self._base.rotary_emb(empty(1, capacity, hidden), positions)
+        self._tables = (cos[0].contiguous(), sin[0].contiguous())
+
+    def fill(self, started: Prefilled) -> None:
+        """Put the prompts' keys and values into the cache, each row's first token at 0."""
+        skipped = (~started.mask).sum(1, keepdim=True)
+        source = torch.arange(started.length, device=skipped.device) + skipped
+        source = source.clamp(max=started.length - 1)[:, None, :, None]
+        for cache, grown in zip(self._cache, started.layers(), strict=True):
+            for fixed, states in zip(cache, grown, strict=True):
+                index = source.expand(-1, states.shape[1], -1, states.shape[3])
+                fixed[:, :, : started.length].copy_(states.gather(2, index))
+
+    def __call__(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Logits [rows, vocabulary] after tokens [rows, 1] at their positions."""
+        from shardproof.rollout import kernels  # Triton is there where this runs, not everywhere
+
+        states, sums = self._base.embed_tokens(ids[:, 0]), None
+        for block, cache in zip(self._base.layers, self._cache, strict=True):
+            attention, mlp = block.self_attn, block.mlp
+            normed = kernels.add_norm(states, sums, *_norm(block.input_layernorm))
+            projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+            biases = [each.bias for each in projections] if attention.q_proj.bias is not None else None
+            sums = kernels.project(normed, [each.weight for each in projections], biases)
+            norms = (
+                (attention.q_norm.weight, *_norm(attention.k_norm)) if hasattr(attention, "q_norm") else None
+            )
+            attended = kernels.attend(sums, self._tables, norms, cache, positions, attention.scaling)
+            sums = kernels.project(attended, [attention.o_proj.weight])
+            normed = kernels.add_norm(states, sums, *_norm(block.post_attention_layernorm))
+            sums = kernels.project(normed, [mlp.gate_proj.weight, mlp.up_proj.weight])
+            sums = kernels.project(kernels.gate(sums, states), [mlp.down_proj.weight])
+        normed = kernels.add_norm(states, sums, *_norm(self._base.norm))
+        return linear(normed, self._head.get_parameter("weight"))
+
+
+def _norm(module: Any) -> tuple[torch.Tensor, float]:
+    return module.weight, module.variance_epsilon

@@ -1,0 +1,296 @@
+"""Triton kernels for a decoding step of few rows, where every weight is read once and nothing else should take time.
+
+A matmul of few rows is a read of its weight. To keep all multiprocessors reading, its columns are shared out as well as
+its rows, and each share's partial sums are added up by the kernel that comes next anyway: the residual with its norm,
+the gate, or attention. Attention also rotates the new query and key, puts key and value into the cache, and reads of
+the cache only what is filled. Each kernel may begin before the one ahead of it has ended, with what it does not need of
+it: its weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+# Kernels wait for the one before them inside, not at their start (CUDA's programmatic dependent launch).
+_EARLY = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
+# Found by trying, on an H200 with 32 rows: blocks of a weight, how many of them there should be, cached tokens that
+# attention takes at a time, and inner states that a gate takes.
+_BLOCK_N, _BLOCK_K, _TARGET_BLOCKS = 64, 128, 256
+_BLOCK_T, _BLOCK_GATE = 64, 1024
+
+
+@triton.jit
+def _begin(EARLY: tl.constexpr):
+    """Let the next kernel start, and wait for the one before."""
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
+
+
+@triton.jit
+def _project_kernel(
+    x_ptr,  # [rows, k]
+    first_ptr, second_ptr, third_ptr,  # [n, k] each
+    first_bias_ptr, second_bias_ptr, third_bias_ptr,  # [n] each
+    out_ptr,  # [shares, rows, n of all], float32
+    rows, n, k, first_n, second_n,
+    BIAS: tl.constexpr, SHARES: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TWO: tl.constexpr,
+):  # fmt: skip
+    at_n, share = tl.program_id(0) * BLOCK_N, tl.program_id(1)
+    row = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
+    weight_ptr, bias_ptr, local_n = first_ptr, first_bias_ptr, at_n
+    if at_n >= first_n + second_n:
+        weight_ptr, bias_ptr, local_n = third_ptr, third_bias_ptr, at_n - first_n - second_n
+    elif at_n >= first_n:
+        weight_ptr, bias_ptr, local_n = second_ptr, second_bias_ptr, at_n - first_n
+    length = k // SHARES
+    column, inner = local_n + tl.arange(0, BLOCK_N), share * length + tl.arange(0, BLOCK_K)
+    here = (row < rows)[:, None]
+    x_at = x_ptr + row[:, None] * k + inner[None, :]
+    weight_at = weight_ptr + column[:, None] * k + inner[None, :]
+    # Weights need nothing of the kernel before: the first of them are on their way while it ends.
+    weight = tl.load(weight_at)
+    if TWO:
+        next_weight = tl.load(weight_at + BLOCK_K)
+    _begin(EARLY)
+    x = tl.load(x_at, mask=here, other=0.0)
+    if TWO:
+        next_x = tl.load(x_at + BLOCK_K, mask=here, other=0.0)
+    total = tl.dot(weight, tl.trans(x))
+    if TWO:
+        total = tl.dot(next_weight, tl.trans(next_x), total)
+    for at in range(2 * BLOCK_K if TWO else BLOCK_K, length, BLOCK_K):
+        x = tl.load(x_at + at, mask=here, other=0.0)
+        total = tl.dot(tl.load(weight_at + at), tl.trans(x), total)
+    if BIAS:
+        bias = tl.load(bias_ptr + column).to(tl.float32)
+        total += tl.where(share == 0, bias, 0.0)[:, None]
+    out_at = out_ptr + (share * rows + row)[None, :] * n + (at_n + tl.arange(0, BLOCK_N))[:, None]
+    tl.store(out_at, total, mask=(row < rows)[None, :])
+
+
+@triton.jit
+def _add_norm_kernel(
+    states_ptr,  # [rows, n], added to
+    sums_ptr,  # [shares, rows, n]
+    weight_ptr,  # [n]
+    out_ptr,  # [rows, n]
+    rows, n, eps,
+    SHARES: tl.constexpr, EARLY: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row, column = tl.program_id(0), tl.arange(0, BLOCK)
+    here = column < n
+    weight = tl.load(weight_ptr + column, mask=here, other=0.0).to(tl.float32)
+    _begin(EARLY)
+    states = tl.load(states_ptr + row * n + column, mask=here, other=0.0).to(tl.float32)
+    if SHARES > 0:
+        for share in tl.static_range(SHARES):
+            states += tl.load(sums_ptr + (share * rows + row) * n + column, mask=here, other=0.0)
+        states = states.to(states_ptr.dtype.element_ty)
+        tl.store(states_ptr + row * n + column, states, mask=here)
+        states = states.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(states * states, 0) / n + eps)
+    tl.store(out_ptr + row * n + column, (states * scale * weight).to(out_ptr.dtype.element_ty), mask=here)
+
+
+@triton.jit
+def _gate_kernel(
+    sums_ptr,  # [shares, rows, 2 * n]: gate, up
+    out_ptr,  # [rows, n]
+    rows, n,
+    SHARES: tl.constexpr, EARLY: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row, column = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    here = column < n
+    _begin(EARLY)
+    gate, up = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+    for share in tl.static_range(SHARES):
+        at = sums_ptr + (share * rows + row) * 2 * n + column
+        gate += tl.load(at, mask=here, other=0.0)
+        up += tl.load(at + n, mask=here, other=0.0)
+    gated = gate * tl.sigmoid(gate) * up
+    tl.store(out_ptr + row * n + column, gated.to(out_ptr.dtype.element_ty), mask=here)
+
+
+@triton.jit
+def _attend_block(query_low, query_high, key_low, key_high, value, there, scale, peak, norm, total):
+    """The running softmax after a block of cached tokens, of which those `there` count."""
+    scores = tl.dot(query_low, tl.trans(key_low))
+    scores = tl.dot(query_high, tl.trans(key_high), scores)
+    scores = tl.where(there[None, :], scores * scale, float("-inf"))
+    higher = tl.maximum(peak, tl.max(scores, 1))
+    weights = tl.exp(scores - higher[:, None])
+    shrink = tl.exp(peak - higher)
+    total = tl.dot(weights.to(value.dtype), value, total * shrink[:, None])
+    return higher, norm * shrink + tl.sum(weights, 1), total
+
+
+@triton.jit
+def _attend_kernel(
+    sums_ptr,  # [shares, rows, (heads + 2 * key heads) * width]
+    cos_ptr, sin_ptr,  # [capacity, width]
+    q_norm_ptr, k_norm_ptr,  # [width]
+    keys_ptr, values_ptr,  # [rows, key heads, capacity, width]
+    positions_ptr,  # [rows], of the new token
+    out_ptr,  # [rows, heads * width]
+    rows, scale, eps, capacity,
+    HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, WIDTH: tl.constexpr, NORM: tl.constexpr,
+    SHARES: tl.constexpr, EARLY: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    row, head = tl.program_id(0), tl.program_id(1)
+    GROUP: tl.constexpr = HEADS // KEY_HEADS
+    HALF: tl.constexpr = WIDTH // 2
+    low, whole, group = tl.arange(0, HALF), tl.arange(0, WIDTH), tl.arange(0, BLOCK_G)
+    there = (group < GROUP)[:, None]
+    # What stands in the cache, and where, does not depend on the kernel before.
+    position = tl.load(positions_ptr + row)
+    store = (row * KEY_HEADS + head).to(tl.int64) * capacity * WIDTH
+    time = tl.arange(0, BLOCK_T)
+    key_at = keys_ptr + store + time[:, None] * WIDTH + low[None, :]
+    value_at = values_ptr + store + time[:, None] * WIDTH + whole[None, :]
+    filled = (time < position)[:, None]
+    first_low = tl.load(key_at, mask=filled, other=0.0)
+    first_high = tl.load(key_at + HALF, mask=filled, other=0.0)
+    first_value = tl.load(value_at, mask=filled, other=0.0)
+    cos_low = tl.load(cos_ptr + position * WIDTH + low).to(tl.float32)
+    cos_high = tl.load(cos_ptr + position * WIDTH + HALF + low).to(tl.float32)
+    sin_low = tl.load(sin_ptr + position * WIDTH + low).to(tl.float32)
+    sin_high = tl.load(sin_ptr + position * WIDTH + HALF + low).to(tl.float32)
+    if NORM:
+        q_weight_low = tl.load(q_norm_ptr + low).to(tl.float32)[None, :]
+        q_weight_high = tl.load(q_norm_ptr + HALF + low).to(tl.float32)[None, :]
+        k_weight_low = tl.load(k_norm_ptr + low).to(tl.float32)
+        k_weight_high = tl.load(k_norm_ptr + HALF + low).to(tl.float32)
+    _begin(EARLY)
+    q_low, q_high = tl.zeros([BLOCK_G, HALF], tl.float32), tl.zeros([BLOCK_G, HALF], tl.float32)
+    k_low, k_high = tl.zeros([HALF], tl.float32), tl.zeros([HALF], tl.float32)
+    new_value = tl.zeros([WIDTH], tl.float32)
+    for share in tl.static_range(SHARES):
+        base = sums_ptr + (share * rows + row) * (HEADS + 2 * KEY_HEADS) * WIDTH
+        q_at = base + (head * GROUP + group)[:, None] * WIDTH + low[None, :]
+        q_low += tl.load(q_at, mask=there, other=0.0)
+        q_high += tl.load(q_at + HALF, mask=there, other=0.0)
+        k_at = base + (HEADS + head) * WIDTH + low
+        k_low += tl.load(k_at)
+        k_high += tl.load(k_at + HALF)
+        new_value += tl.load(base + (HEADS + KEY_HEADS + head) * WIDTH + whole)
+    if NORM:
+        q_scale = tl.rsqrt((tl.sum(q_low * q_low, 1) + tl.sum(q_high * q_high, 1)) / WIDTH + eps)[:, None]
+        q_low *= q_scale * q_weight_low
+        q_high *= q_scale * q_weight_high
+        k_scale = tl.rsqrt((tl.sum(k_low * k_low, 0) + tl.sum(k_high * k_high, 0)) / WIDTH + eps)
+        k_low *= k_scale * k_weight_low
+        k_high *= k_scale * k_weight_high
+    dtype = keys_ptr.dtype.element_ty
+    query_low = (q_low * cos_low[None, :] - q_high * sin_low[None, :]).to(dtype)
+    query_high = (q_high * cos_high[None, :] + q_low * sin_high[None, :]).to(dtype)
+    key_low = (k_low * cos_low - k_high * sin_low).to(dtype)
+    key_high = (k_high * cos_high + k_low * sin_high).to(dtype)
+    tl.store(keys_ptr + store + position * WIDTH + low, key_low)
+    tl.store(keys_ptr + store + position * WIDTH + HALF + low, key_high)
+    tl.store(values_ptr + store + position * WIDTH + whole, new_value.to(dtype))
+    # The new token itself is where the running softmax begins; what the cache held before it follows.
+    peak = tl.sum(query_low.to(tl.float32) * key_low.to(tl.float32)[None, :], 1)
+    peak = (peak + tl.sum(query_high.to(tl.float32) * key_high.to(tl.float32)[None, :], 1)) * scale
+    norm = tl.full([BLOCK_G], 1.0, tl.float32)
+    total = tl.zeros([BLOCK_G, WIDTH], tl.float32) + new_value.to(dtype).to(tl.float32)[None, :]
+    peak, norm, total = _attend_block(
+        query_low, query_high, first_low, first_high, first_value, time < position, scale, peak, norm, total
+    )
+    for at in range(BLOCK_T, position, BLOCK_T):
+        filled = (at + time < position)[:, None]
+        cached_low = tl.load(key_at + at * WIDTH, mask=filled, other=0.0)
+        cached_high = tl.load(key_at + at * WIDTH + HALF, mask=filled, other=0.0)
+        cached_value = tl.load(value_at + at * WIDTH, mask=filled, other=0.0)
+        peak, norm, total = _attend_block(
+            query_low, query_high, cached_low, cached_high, cached_value, at + time < position, scale,
+            peak, norm, total,
+        )  # fmt: skip
+    out_at = out_ptr + row * HEADS * WIDTH + (head * GROUP + group)[:, None] * WIDTH + whole[None, :]
+    tl.store(out_at, (total / norm[:, None]).to(out_ptr.dtype.element_ty), mask=there)
+
+
+def project(
+    x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor] | None = None
+) -> torch.Tensor:
+    """x [rows, k] times up to three weights [n, k], side by side: partial sums [shares, rows, n of all] in float32."""
+    rows, k = x.shape
+    n = sum(map(len, weights))
+    shares = num_shares(n, k)
+    first, second, third = (*weights, weights[0], weights[0])[:3]
+    given = biases if biases is not None else weights
+    block_m = 16 if rows <= 16 else 32 if rows <= 32 else 64
+    out = torch.empty(shares, rows, n, dtype=torch.float32, device=x.device)
+    _project_kernel[(n // _BLOCK_N, shares, triton.cdiv(rows, block_m))](
+        x, first, second, third, *(*given, given[0], given[0])[:3], out,
+        rows, n, k, len(first), len(second) if len(weights) > 1 else 0,
+        BIAS=biases is not None, SHARES=shares, EARLY=_EARLY,
+        BLOCK_M=block_m, BLOCK_N=_BLOCK_N, BLOCK_K=_BLOCK_K, TWO=k // shares >= 2 * _BLOCK_K,
+        num_warps=4, num_stages=2, launch_pdl=_EARLY,
+    )  # fmt: skip
+    return out
+
+
+def num_shares(n: int, k: int) -> int:
+    """Into how many shares a weight's columns go, so that all multiprocessors have some of it to read."""
+    shares = 1
+    while n // _BLOCK_N * shares < _TARGET_BLOCKS and k // _BLOCK_K % (2 * shares) == 0:
+        shares *= 2
+    return shares
+
+
+def add_norm(
+    states: torch.Tensor, sums: torch.Tensor | None, weight: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """The RMS norm of the states, to which partial sums are added first, where they stand."""
+    rows, n = states.shape
+    out = torch.empty_like(states)
+    _add_norm_kernel[(rows,)](
+        states, sums if sums is not None else states, weight, out, rows, n, eps,
+        SHARES=len(sums) if sums is not None else 0, EARLY=_EARLY,
+        BLOCK=triton.next_power_of_2(n), num_warps=16, launch_pdl=_EARLY,
+    )  # fmt: skip
+    return out
+
+
+def gate(sums: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up of the partial sums [shares, rows, 2 * n], in the dtype of `like`."""
+    shares, rows, n = sums.shape[0], sums.shape[1], sums.shape[2] // 2
+    out = torch.empty(rows, n, dtype=like.dtype, device=like.device)
+    _gate_kernel[(rows, triton.cdiv(n, _BLOCK_GATE))](
+        sums, out, rows, n, SHARES=shares, EARLY=_EARLY, BLOCK=_BLOCK_GATE, num_warps=4, launch_pdl=_EARLY
+    )
+    return out
+
+
+def attend(
+    sums: torch.Tensor,
+    tables: tuple[torch.Tensor, torch.Tensor],
+    norms: tuple[torch.Tensor, torch.Tensor, float] | None,
+    cache: tuple[torch.Tensor, torch.Tensor],
+    positions: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    """Attention of each row's new token to its cache, into which its key and value are put at its position.
+
+    `sums`: partial sums of queries, keys and values. `tables`: cosines and sines by position. `norms`: weights of the
+    norms of queries and keys, and their epsilon.
+    """
+    keys, values = cache
+    rows, key_heads, capacity, width = keys.shape
+    heads = sums.shape[2] // width - 2 * key_heads
+    q_norm, k_norm, eps = norms if norms is not None else (keys, keys, 0.0)
+    out = torch.empty(rows, heads * width, dtype=keys.dtype, device=keys.device)
+    _attend_kernel[(rows, key_heads)](
+        sums, *tables, q_norm, k_norm, keys, values, positions, out, rows, scale, eps, capacity,
+        HEADS=heads, KEY_HEADS=key_heads, WIDTH=width, NORM=norms is not None, SHARES=len(sums), EARLY=_EARLY,
+        BLOCK_G=max(16, triton.next_power_of_2(heads // key_heads)), BLOCK_T=_BLOCK_T,
+        num_warps=4, num_stages=3, launch_pdl=_EARLY,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,189 @@
+"""What is compiled or has kernels of its own on CUDA computes what the plain code computes, and is compiled once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+import shardproof as sp
+from shardproof.model import hf_private
+from shardproof.model.compiling import is_compiled
+from shardproof.model.experts import grouped_experts
+from shardproof.model.head import HeadFacts, token_logprobs
+from shardproof.rollout.decode import Prefilled
+from shardproof.rollout.engine import Request, Sampling
+from shardproof.rollout.local import EmbeddedEngine
+from shardproof.rollout.static import ModelStep
+from tests.gpu.test_cuda import ONE_NCCL, TWO_GLOO, on_ranks
+
+CUDA = torch.device("cuda")
+_SHAPE = {
+    "num_hidden_layers": 3,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": 1000,
+    "initializer_range": 0.1,
+    "tie_word_embeddings": True,
+}
+DENSE = Qwen3Config(**_SHAPE)
+MOE = Qwen3MoeConfig(**_SHAPE, moe_intermediate_size=128, num_experts=16, num_experts_per_tok=4)
+
+
+def batch_of(lengths: list[int], seed: int = 0) -> sp.Batch:
+    draw = torch.Generator().manual_seed(seed)
+    return sp.Batch([torch.randint(0, 1000, (n,), generator=draw).tolist() for n in lengths])
+
+
+def train(
+    config: PreTrainedConfig, options: dict[str, Any]
+) -> tuple[bool, list[tuple[float, float]], list[int]]:
+    """(whether blocks stayed compiled, each step's loss and gradient norm, graphs that exist after each step)."""
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    policy = sp.load(sp.RandomInit(config), device="cuda", progress=False, **options)
+    optimizer = sp.make_optimizer(policy, 1e-3)
+    results, graphs = [], []
+    for seed, lengths in enumerate([[40, 90, 17], [300, 20], [5] * 9, [64], [511, 2, 130, 77]]):
+        step = sp.train_step(policy, batch_of(lengths, seed), optimizer, micro_batch_tokens=256)
+        results.append((step.loss, step.grad_norm))
+        sp.logprobs(policy, batch_of(lengths, seed).sequences)
+        graphs.append(counters["stats"]["unique_graphs"])
+    return is_compiled(policy.model), results, graphs
+
+
+@pytest.mark.parametrize(
+    ("group", "options"),
+    [
+        (ONE_NCCL, {}),
+        (ONE_NCCL, {"checkpoint_activations": True}),
+        (TWO_GLOO, {"strategy": "fsdp1"}),
+        (TWO_GLOO, {"sequence_parallel": 2}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("config", [DENSE, MOE], ids=["dense", "moe"])
+def test_compiled_blocks_train_as_plain_ones_do(config, group, options):
+    plain = on_ranks(group, train, config, {**options, "compile": False})[0]
+    compiled = on_ranks(group, train, config, options)[0]
+    assert (plain[0], compiled[0]) == (False, True)
+    for (loss, norm), (want_loss, want_norm) in zip(compiled[1], plain[1], strict=True):
+        assert loss == pytest.approx(want_loss, abs=0.02)
+        assert norm == pytest.approx(want_norm, rel=0.05)
+
+
+def test_other_lengths_compile_nothing():
+    _, _, graphs = on_ranks(ONE_NCCL, train, DENSE, {})[0]
+    assert graphs[0] > 0
+    assert graphs[1:] == [graphs[1]] * (len(graphs) - 1)
+
+
+@pytest.mark.parametrize("num_tokens", [3, 500])
+def test_grouped_experts_equal_a_loop(num_tokens):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(MOE, dtype=torch.bfloat16).to(CUDA)
+    experts = hf_private.expert_modules(model)[0]
+    hf_private.set_experts_implementation([experts], "eager")
+    scores, chosen = torch.softmax(torch.randn(num_tokens, 16, device=CUDA), -1).topk(4, -1)
+    hidden = torch.randn(num_tokens, 256, device=CUDA, dtype=torch.bfloat16)
+    found = []
+    for forward in (grouped_experts, lambda module, *args: module(*args)):
+        leaves = [x.clone().requires_grad_() for x in (hidden, scores.bfloat16())]
+        experts.zero_grad()
+        out = forward(experts, leaves[0], chosen, leaves[1])
+        out.backward(torch.linspace(-1, 1, out.numel(), device=CUDA).view_as(out).bfloat16())
+        found.append([out, *(x.grad for x in (*leaves, experts.gate_up_proj, experts.down_proj))])
+    for one, other in zip(*found, strict=True):
+        assert (one - other).float().norm() <= 0.02 * other.float().norm()
+
+
+@pytest.mark.parametrize("want_entropy", [False, True])
+@pytest.mark.parametrize("facts", [HeadFacts(), HeadFacts(0.5, 20.0)], ids=["plain", "scaled and capped"])
+def test_the_fused_head_equals_float64(facts, want_entropy):
+    torch.manual_seed(0)
+    head = nn.Linear(256, 1000, bias=False, dtype=torch.bfloat16, device=CUDA)
+    hidden = torch.randn(300, 256, device=CUDA, dtype=torch.bfloat16, requires_grad=True)
+    targets = torch.randint(0, 1000, (300,), device=CUDA)
+    wide = [x.detach().double().requires_grad_() for x in (hidden, head.weight)]
+    logits = wide[0] @ wide[1].T * facts.scale
+    if facts.softcap is not None:
+        logits = torch.tanh(logits / facts.softcap) * facts.softcap
+    every = torch.log_softmax(logits / 0.7, -1)
+    expected = [every.gather(1, targets[:, None]).squeeze(1), -(every.exp() * every).sum(-1)]
+    options: dict[str, Any] = {"temperature": 0.7, "facts": facts, "want_entropy": want_entropy}
+    found = token_logprobs(hidden, head, targets, **options)
+    weights = torch.randn(300, device=CUDA)
+    sum((weights * x).sum() for x in found[: 1 + want_entropy]).backward()
+    sum((weights * x).sum() for x in expected[: 1 + want_entropy]).backward()
+    for one, other in zip(found[: 1 + want_entropy], expected, strict=False):
+        assert (one - other).abs().max() < 0.02
+    for one, other in zip((hidden.grad, head.weight.grad), (x.grad for x in wide), strict=True):
+        assert (one - other).norm() <= 0.02 * other.norm()
+
+
+def decode_and_score(config: PreTrainedConfig) -> tuple[Any, list[float]]:
+    """(whether fused kernels were used, the gap of each round between the engine's log-probs and the trainer's)."""
+    policy = sp.load(sp.RandomInit(config), device="cuda", progress=False)
+    optimizer = sp.make_optimizer(policy, 1e-3)
+    engine = EmbeddedEngine(policy)
+    requests = [Request(tuple(range(3, 4 + n)), seed) for seed, n in enumerate((1, 30, 9, 64, 9))]
+    gaps = []
+    for step in range(2):
+        engine.load_weights(sp.WeightStream(policy, torch.bfloat16))
+        drawn = engine.generate(requests, Sampling(100))
+        scored = sp.logprobs(policy, [[*r.tokens, *c.tokens] for r, c in zip(requests, drawn, strict=True)])
+        rows = zip(requests, drawn, scored, strict=True)
+        distances = [row.cpu()[len(r.tokens) - 1 :] - torch.tensor(c.logprobs) for r, c, row in rows]
+        gaps.append(float(torch.cat(distances).abs().mean()))
+        sp.train_step(policy, batch_of([50, 60], step), optimizer)
+    return engine._fixed._fuses, gaps
+
+
+@pytest.mark.parametrize(
+    "config",
+    [DENSE, LlamaConfig(**_SHAPE), Qwen2Config(**{**_SHAPE, "num_attention_heads": 4})],
+    ids=["qwen3", "llama", "qwen2"],
+)
+def test_fused_decoding_draws_what_the_trainer_scores(config):
+    fuses, gaps = on_ranks(ONE_NCCL, decode_and_score, config)[0]
+    assert fuses is True
+    assert max(gaps) < 0.03
+
+
+class _Wrong:
+    """A step that computes something else."""
+
+    def __init__(self, model: Any, rows: int, capacity: int):
+        self._step = ModelStep(model, rows, capacity, CUDA)
+
+    def fill(self, started: Prefilled) -> None:
+        self._step.fill(started)
+
+    def __call__(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return self._step(ids, positions).roll(1, -1)
+
+
+def test_kernels_that_differ_from_the_model_are_not_used(monkeypatch, caplog):
+    import shardproof.rollout.static as static
+
+    monkeypatch.setattr(static, "FusedStep", _Wrong)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(DENSE, dtype=torch.bfloat16).to(CUDA).eval()
+    decoder = static.FixedDecoder(model, CUDA)
+    with torch.no_grad():
+        assert len(decoder([Request((5, 6, 7), 0)], Sampling(4), 0)[0].tokens) == 4
+    assert decoder._fuses is False
+    assert "differ" in caplog.text
