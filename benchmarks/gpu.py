@@ -1,31 +1,43 @@
-"""One GPU: the update and the decoding, against what the machine's matrix units and memory can do.
+"""One GPU: updates, decoding and whole GRPO steps, against TRL, and against what the machine can do.
 
+    pip install -c constraints.txt trl
     python benchmarks/gpu.py --json gpu.json
 
-Updates: bfloat16 compute, float32 weights, sequences of 128 to 2048 tokens drawn from a fixed seed, one rank under NCCL.
-MFU is 6 N operations a token over the rate of a large bfloat16 matmul measured in the same run; N counts the head once
-and, of experts, the active ones. Decoding: the floor of a step is the time in which the measured copy bandwidth moves
-the weights once.
+Every contender runs alone in a fresh process of this one command, ours first; one that fails or takes longer than
+--timeout is noted and the others go on. Where TRL is not installed its rows are left out.
+
+Updates: bfloat16 compute, float32 weights, sequences of 128 to 2048 tokens drawn from a fixed seed, one rank under NCCL;
+only their own tokens count, not padding. TRL trains as it does by default, and tuned: with activations kept and batches
+of similar lengths. MFU is 6 N operations a token over the rate of a large bfloat16 matmul measured in the same run; N
+counts the head once and, of experts, the active ones. Decoding: the floor of a step is the time in which the measured
+copy bandwidth moves the weights once. GRPO: a whole step, from prompts to an engine that holds the new weights; all
+completions have the same length, and TRL samples with transformers' generate.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib.util
+import json
 import os
-import random
+import signal
+import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from transformers import PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import shardproof as sp
+from benchmarks import gpu_ours, gpu_peers
+from benchmarks.gpu_ours import OURS
+from benchmarks.gpu_timing import Row, seconds_of
+from benchmarks.gpu_workload import TINY, active_parameters, dense_config, moe_config
 from benchmarks.reporting import (
     add_json_option,
     check_can_write,
@@ -34,161 +46,281 @@ from benchmarks.reporting import (
     print_table,
     write_json,
 )
-from shardproof.rollout.engine import Request, Sampling
-from shardproof.rollout.local import EmbeddedEngine
 
-DENSE, MOE, DECODE = "dense", "moe", "decode"
-
-
-def dense_config() -> Qwen3Config:
-    """The shape of Qwen3-1.7B."""
-    return Qwen3Config(
-        num_hidden_layers=28, hidden_size=2048, intermediate_size=6144, num_attention_heads=16,
-        num_key_value_heads=8, head_dim=128, vocab_size=151936, tie_word_embeddings=True,
-    )  # fmt: skip
-
-
-def moe_config() -> Qwen3MoeConfig:
-    """Eight layers of Qwen3-30B-A3B's shape."""
-    return Qwen3MoeConfig(
-        num_hidden_layers=8, hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768,
-        num_experts=128, num_experts_per_tok=8, num_attention_heads=32, num_key_value_heads=4, head_dim=128,
-        vocab_size=151936, tie_word_embeddings=False,
-    )  # fmt: skip
+DECODE, DENSE, MOE, RL = "decode", "dense", "moe", "grpo"
+# By part: the first contender is ours, the others are its peers.
+CONTENDERS: dict[str, dict[str, Callable[[argparse.Namespace], dict[str, Row]]]] = {
+    DECODE: {OURS: gpu_ours.decode_shardproof, gpu_peers.BATCHING: gpu_peers.decode_transformers},
+    DENSE: {
+        OURS: gpu_ours.dense_shardproof,
+        gpu_peers.SFT: gpu_peers.sft_trl,
+        gpu_peers.SFT_TUNED: gpu_peers.sft_trl_tuned,
+    },
+    MOE: {OURS: gpu_ours.moe_shardproof},
+    RL: {OURS: gpu_ours.grpo_shardproof, gpu_peers.GRPO: gpu_peers.grpo_trl},
+}
+GIB = 2**30
+MIN_UPDATE_RATIO, MIN_STEP_RATIO = 3.0, 5.0  # over the fastest of TRL's rows
+MIN_DENSE_MFU, MIN_MOE_MFU, MIN_OF_FLOOR = 0.40, 0.20, 0.40
+MAX_DENSE_PEAK = 80 * GIB
+_LAST_LINES = 12  # of a failed contender's output
+_MIN_SECONDS = 10.0  # in less, no contender gets anywhere
 
 
-def active_parameters(policy: sp.ShardedModel, config: PretrainedConfig) -> int:
-    """Parameters that a token meets in a matmul: all but the embedding, the head once, of experts the active ones."""
-    total = 0
-    for info in policy.inventory.parameters:
-        if ".experts." in info.name:
-            total += info.numel * config.num_experts_per_tok // config.num_experts
-        elif "embed_tokens" not in info.name or len(info.names) > 1:
-            total += info.numel
-    return total
-
-
-def seconds_of(work: Callable[[], Any], repeats: int) -> float:
-    """Mean seconds of one call, after one that does not count."""
-    work()
-    torch.cuda.synchronize()
-    started = time.perf_counter()
-    for _ in range(repeats):
-        work()
-    torch.cuda.synchronize()
-    return (time.perf_counter() - started) / repeats
-
-
-def matmul_rate(size: int = 8192) -> float:
+def matmul_rate(device: str) -> float:
     """Operations a second of a bfloat16 matmul."""
-    left, right = (torch.randn(size, size, dtype=torch.bfloat16, device="cuda") for _ in range(2))
-    return 2 * size**3 / seconds_of(lambda: left @ right, 20)
+    size = 8192 if device == "cuda" else 256
+    left, right = (torch.randn(size, size, dtype=torch.bfloat16, device=device) for _ in range(2))
+    return 2 * size**3 / seconds_of(lambda: left @ right, 20, device)
 
 
-def read_bandwidth(nbytes: int = 2**32) -> float:
+def copy_bandwidth(device: str) -> float:
     """Bytes that cross the memory bus a second in a device-to-device copy, which reads and writes."""
-    source = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
+    nbytes = 2**32 if device == "cuda" else 2**24
+    source = torch.empty(nbytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    return 2 * nbytes / seconds_of(lambda: target.copy_(source), 10)
+    return 2 * nbytes / seconds_of(lambda: target.copy_(source), 10, device)
 
 
-def measure_update(config: PretrainedConfig, options: argparse.Namespace, rate: float) -> dict[str, float]:
-    """Tokens a second of a whole train step."""
-    policy = sp.load(
-        sp.RandomInit(config),
-        device="cuda",
-        checkpoint_activations=options.checkpoint_activations,
-        progress=False,
-    )
-    optimizer = sp.make_optimizer(policy, 1e-6)
-    draw = random.Random(0)
-    lengths = [draw.randint(128, 2048) for _ in range(options.sequences)]
-    batch = sp.Batch([[draw.randrange(1000) for _ in range(length)] for length in lengths])
-    torch.cuda.reset_peak_memory_stats()
-
-    def step() -> None:
-        result = sp.train_step(policy, batch, optimizer, micro_batch_tokens=options.micro_batch_tokens)
-        assert result.stepped, result
-
-    seconds = seconds_of(step, options.repeats)
-    active = active_parameters(policy, config)
-    return {
-        "tokens_per_s": sum(lengths) / seconds,
-        "mfu": 6 * active * sum(lengths) / seconds / rate,
-        "active": active,
-        "peak_bytes": torch.cuda.max_memory_allocated(),
+def describe_machine(options: argparse.Namespace) -> dict[str, float]:
+    """The rates that results are held against, and how many parameters a token meets."""
+    machine = {
+        "matmul_rate": matmul_rate(options.device),
+        "bandwidth": copy_bandwidth(options.device),
+        f"active_{DENSE}": active_parameters(dense_config(options.tiny)),
+        f"active_{MOE}": active_parameters(moe_config(options.tiny)),
     }
+    if options.device == "cuda":
+        torch.cuda.empty_cache()  # the contenders need it
+    return machine
 
 
-def measure_decoding(options: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """Through graphs, and launching every kernel: seconds of a step, and its share of the floor."""
-    policy = sp.load(sp.RandomInit(dense_config()), param_dtype=torch.bfloat16, device="cuda", progress=False)
-    engine = EmbeddedEngine(policy)
-    receipt = engine.load_weights(sp.WeightStream(policy, torch.bfloat16, digests=False))
-    floor = receipt.num_bytes / read_bandwidth()
-    requests = [Request(tuple(range(7 + i, 7 + i + options.prompt)), i) for i in range(options.rows)]
-    found = {}
-    for name, steps in (("graphs", options.steps), ("launches", min(options.steps, 65))):
-        if name == "launches":
-            engine._fixed = None
-        whole = seconds_of(lambda steps=steps: engine.generate(requests, Sampling(steps)), 1)
-        prefill = seconds_of(lambda: engine.generate(requests, Sampling(1)), 1)
-        step = (whole - prefill) / (steps - 1)
-        found[name] = {"step": step, "of_floor": floor / step, "whole": whole, "floor": floor}
-    return found
+# -- running ---------------------------------------------------------------------------------------------------------
+
+
+class ContenderFailed(Exception):
+    """A contender ended without rows."""
+
+
+def run_contender(part: str, name: str, options: argparse.Namespace, *others: str) -> dict[str, Any]:
+    """The rows that a fresh process measured; raises a ContenderFailed with the end of what it printed."""
+    left = options.ends - time.monotonic()
+    if left < _MIN_SECONDS:
+        raise ContenderFailed(f"not started: the {options.budget:g} s of --budget are used up")
+    timeout = min(options.timeout, left)
+    quiet = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "TOKENIZERS_PARALLELISM": "false"}
+    with tempfile.TemporaryDirectory() as folder:
+        result, log = Path(folder) / "rows.json", Path(folder) / "log"
+        command = [sys.executable, __file__, *sys.argv[1:], *others]
+        command += ["--child", part, name, "--json", str(result)]
+        with log.open("w") as output:
+            process = subprocess.Popen(
+                command,
+                env={**os.environ, **quiet},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                process_group=0,
+            )
+            try:
+                code: int | str = process.wait(timeout)
+            except subprocess.TimeoutExpired:
+                code = f"none: it took longer than {timeout:.0f} s"
+            finally:
+                end_group(process)
+        # Rows that were written count, whatever went wrong in taking the process down.
+        if result.exists():
+            return json.loads(result.read_text())
+        lines = log.read_text(errors="replace").splitlines()
+        raise ContenderFailed("\n".join([*lines[-_LAST_LINES:], f"exit code {code}"]))
+
+
+def run_where_it_fits(part: str, name: str, options: argparse.Namespace) -> dict[str, Any]:
+    """As `run_contender`; a peer that runs out of memory gets another try with half the micro-batch."""
+    try:
+        return run_contender(part, name, options)
+    except ContenderFailed as error:
+        if name == OURS or "OutOfMemoryError" not in str(error):
+            raise
+    print(f"{part}: {name} ran out of memory and tries again with half the micro-batch", flush=True)
+    halves = {"--trl-batch": options.trl_batch // 2, "--trl-completions": options.trl_completions // 2}
+    return run_contender(part, name, options, *(str(word) for pair in halves.items() for word in pair))
+
+
+def end_group(process: subprocess.Popen[bytes]) -> None:
+    """Kill a contender and what it started, so that none of it holds memory of the device."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def is_missing(name: str) -> bool:
+    """Whether a peer cannot run here because its library is not installed."""
+    return name.startswith("TRL") and importlib.util.find_spec("trl") is None
+
+
+def run_part(part: str, results: dict[str, Any], options: argparse.Namespace) -> Iterator[None]:
+    """Put the rows of a part's contenders into the results, and errors of those that failed; yields after each."""
+    for name in CONTENDERS[part]:
+        if name != OURS and (not options.peers or is_missing(name)):
+            continue
+        started = time.perf_counter()
+        try:
+            rows = run_where_it_fits(part, name, options)
+        except ContenderFailed as error:
+            results["errors"][f"{part}: {name}"] = str(error)
+            print(f"{part}: {name} FAILED\n{error}", flush=True)
+        else:
+            for row in rows.values():
+                add_shares(part, row, results["machine"])
+            results.setdefault(part, {}).update(rows)
+            print(f"{part}: {name}, measured in {time.perf_counter() - started:.0f} s", flush=True)
+        yield
+
+
+def add_shares(part: str, row: dict[str, float], machine: dict[str, float]) -> None:
+    """Add to a row what share of the machine's rates it reaches."""
+    if part in (DENSE, MOE):
+        row["mfu"] = 6 * machine[f"active_{part}"] * row["tokens_per_s"] / machine["matmul_rate"]
+    elif part == DECODE:
+        row["floor_s"] = row["weight_bytes"] / machine["bandwidth"]
+        row["of_floor"] = row["floor_s"] / row["step_s"]
+
+
+# -- printing --------------------------------------------------------------------------------------------------------
 
 
 def print_results(results: dict[str, Any]) -> None:
-    updates = {name: results[name] for name in (DENSE, MOE) if name in results}
+    machine = results["machine"]
+    updates = [(part, *item) for part in (DENSE, MOE) for item in results.get(part, {}).items()]
     if updates:
         rows = [
-            [name, f"{row['tokens_per_s']:.0f}", f"{100 * row['mfu']:.1f}%", f"{row['active'] / 1e9:.2f}",
-             f"{row['peak_bytes'] / 2**30:.1f}"]
-            for name, row in updates.items()
+            [f"{part}: {name}", f"{row['tokens_per_s']:.0f}", f"{row['step_s']:.2f}", f"{100 * row['mfu']:.1f}%",
+             f"{row['peak_bytes'] / GIB:.1f}", ratio(results, part, name)]
+            for part, name, row in updates
         ]  # fmt: skip
-        title = f"update; a bfloat16 matmul runs at {results['matmul_rate'] / 1e12:.0f} TFLOP/s"
-        print_table(title, ["", "tokens/s", "MFU", "active 1e9", "peak GiB"], rows)
+        title = f"update; a bfloat16 matmul runs at {machine['matmul_rate'] / 1e12:.0f} TFLOP/s"
+        print_table(title, ["", "tokens/s", "step s", "MFU", "peak GiB", "speedup"], rows)
     if DECODE in results:
         rows = [
-            [name, f"{row['step'] * 1e3:.2f}", f"{row['floor'] * 1e3:.2f}", f"{100 * row['of_floor']:.0f}%",
-             f"{row['whole']:.2f}"]
+            [name, f"{row['step_s'] * 1e3:.2f}", f"{row['floor_s'] * 1e3:.2f}", f"{100 * row['of_floor']:.0f}%",
+             f"{row['steps']}", f"{row['whole_s']:.2f}"]
             for name, row in results[DECODE].items()
         ]  # fmt: skip
-        print_table("decoding, 1.7B shape", ["", "ms a step", "floor ms", "of the floor", "whole s"], rows)
+        title = f"decoding; copies move {machine['bandwidth'] / 1e12:.2f} TB/s"
+        print_table(title, ["", "ms a step", "floor ms", "of the floor", "tokens", "whole s"], rows)
+    if RL in results:
+        rows = [
+            [name, *(f"{row[key]:.2f}" for key in ("step_s", "rollout_s", "update_s", "sync_s")),
+             f"{row['peak_bytes'] / GIB:.1f}", ratio(results, RL, name)]
+            for name, row in results[RL].items()
+        ]  # fmt: skip
+        header = ["", "step s", "rollout", "update", "sync", "peak GiB", "speedup"]
+        print_table("GRPO step", header, rows)
 
 
-def main() -> None:
+def ratio(results: dict[str, Any], part: str, name: str) -> str:
+    """How many times as fast as this row ours is."""
+    ours = results[part].get(OURS)
+    return f"{results[part][name]['step_s'] / ours['step_s']:.2f}" if ours and name != OURS else ""
+
+
+def speedup(rows: dict[str, dict[str, float]]) -> float | None:
+    """How many times as fast as the fastest of the peers ours is; None where one of the two is not there."""
+    peers = [row["step_s"] for name, row in rows.items() if name != OURS]
+    return min(peers) / rows[OURS]["step_s"] if peers and OURS in rows else None
+
+
+def judge(results: dict[str, Any]) -> dict[str, str]:
+    """Each bar, and whether it was met."""
+    dense, moe, decode = (results.get(part, {}).get(OURS) for part in (DENSE, MOE, DECODE))
+    update, step = speedup(results.get(DENSE, {})), speedup(results.get(RL, {}))
+    met = {
+        f"update at least {MIN_UPDATE_RATIO:g} times TRL's": update and update >= MIN_UPDATE_RATIO,
+        f"dense MFU at least {MIN_DENSE_MFU:.0%}, peak under {MAX_DENSE_PEAK // GIB} GiB": dense
+        and (dense["mfu"] >= MIN_DENSE_MFU and dense["peak_bytes"] < MAX_DENSE_PEAK),
+        f"MoE MFU at least {MIN_MOE_MFU:.0%}": moe and moe["mfu"] >= MIN_MOE_MFU,
+        f"GRPO step at least {MIN_STEP_RATIO:g} times as fast as TRL's": step and step >= MIN_STEP_RATIO,
+        f"decoding at least {MIN_OF_FLOOR:.0%} of the floor": decode and decode["of_floor"] >= MIN_OF_FLOOR,
+    }
+    return {bar: "not measured" if done is None else "met" if done else "MISSED" for bar, done in met.items()}
+
+
+# -- command line ----------------------------------------------------------------------------------------------------
+
+
+def checkpointing(text: str) -> bool | int | str:
+    """What `sp.load` takes as checkpoint_activations."""
+    return {"true": True, "false": False}.get(text, int(text) if text.isdigit() else text)
+
+
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--parts", nargs="+", choices=[DENSE, MOE, DECODE], default=[DECODE, DENSE, MOE])
-    parser.add_argument("--sequences", type=int, default=64)
-    parser.add_argument("--micro-batch-tokens", type=int, default=16384)
-    parser.add_argument("--checkpoint-activations", action="store_true")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--rows", type=int, default=32)
-    parser.add_argument("--prompt", type=int, default=128)
-    parser.add_argument("--steps", type=int, default=512)
+    parser.add_argument("--parts", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
+    parser.add_argument("--peers", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--timeout", type=float, default=150.0, help="seconds that a contender may take")
+    parser.add_argument("--budget", type=float, default=3600.0, help="seconds that all of them may take")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model on the CPU, to try this out")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    updates = parser.add_argument_group("updates")
+    updates.add_argument("--sequences", type=int, default=64)
+    updates.add_argument("--lengths", type=int, nargs=2, default=[128, 2048], help="shortest and longest")
+    updates.add_argument("--micro-batch-tokens", type=int, default=16384)
+    updates.add_argument(
+        "--checkpoint-activations", nargs="?", const=True, type=checkpointing,
+        help="true, false, auto or a number of blocks; by default the library's own choice",
+    )  # fmt: skip
+    updates.add_argument("--no-compile", action="store_true")
+    updates.add_argument("--repeats", type=int, default=3)
+    updates.add_argument("--trl-batch", type=int, default=8, help="sequences of a micro-batch of SFTTrainer")
+    sampling = parser.add_argument_group("decoding and GRPO")
+    sampling.add_argument(
+        "--rows", type=int, default=32, help="decoded at a time, where only decoding is measured"
+    )
+    sampling.add_argument("--prompt", type=int, default=128, help="tokens of a prompt")
+    sampling.add_argument("--steps", type=int, default=512, help="tokens of a completion")
+    sampling.add_argument("--prompts", type=int, default=4, help="of a GRPO step")
+    sampling.add_argument("--group", type=int, default=8, help="completions a prompt")
+    sampling.add_argument("--grpo-steps", type=int, default=2, help="timed, after one that is not")
+    sampling.add_argument("--trl-completions", type=int, default=16, help="of a micro-batch of GRPOTrainer")
+    parser.add_argument("--child", nargs=2, metavar=("PART", "NAME"), help=argparse.SUPPRESS)
     add_json_option(parser)
+    return parser
+
+
+def main() -> None:
+    parser = make_parser()
+    if "--tiny" in sys.argv:
+        parser.set_defaults(**TINY)
+        # On some virtual machines whose processor reports AMX, a bfloat16 matmul is an illegal instruction.
+        os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
     options = parser.parse_args()
+    options.ends = time.monotonic() + options.budget
+    if options.child:
+        part, name = options.child
+        options.json.write_text(json.dumps(CONTENDERS[part][name](options)))
+        os._exit(
+            0
+        )  # nothing is left to do, and a library that hangs when it is taken down would cost the timeout
     check_can_write(options.json)
-    environment = describe_environment()
+    environment = describe_environment(("trl", "accelerate", "datasets"))
     print_environment(environment)
-    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    os.environ.setdefault("MASTER_PORT", "29511")
-    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-    results: dict[str, Any] = {"matmul_rate": matmul_rate()}
+    if options.peers and is_missing("TRL"):
+        print("TRL is not installed: its rows are left out")
+    settings = {key: value for key, value in vars(options).items() if key not in ("json", "child", "ends")}
+    results: dict[str, Any] = {"settings": settings, "machine": describe_machine(options), "errors": {}}
     for part in options.parts:
-        if part == DECODE:
-            results[part] = measure_decoding(options)
-        else:
-            config = dense_config() if part == DENSE else moe_config()
-            results[part] = measure_update(config, options, results["matmul_rate"])
-        torch.cuda.empty_cache()
-        print_results({"matmul_rate": results["matmul_rate"], part: results[part]})
-    if options.json is not None:
-        write_json(options.json, environment, results)
-    dist.destroy_process_group()
+        for _ in run_part(part, results, options):
+            results["bars"] = judge(results)
+            if options.json is not None:  # after every contender: a run that is cut short keeps what it has
+                write_json(options.json, environment, results)
+    print_results(results)
+    print("\nbars")
+    for bar, verdict in results["bars"].items():
+        print(f"{verdict:>12}: {bar}")
+    if results["errors"]:
+        print("\nfailed:", "; ".join(results["errors"]))
 
 
 if __name__ == "__main__":

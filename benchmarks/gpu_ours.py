@@ -1,0 +1,166 @@
+"""What benchmarks/gpu.py measures of shardproof. Each function runs in a process of its own."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import shardproof as sp
+from benchmarks.gpu_timing import Row, decode_row, peak_bytes, seconds_of, update_row
+from benchmarks.gpu_workload import (
+    LR,
+    decode_prompts,
+    dense_config,
+    make_tokenizer,
+    moe_config,
+    sequences,
+    text_prompts,
+)
+
+OURS = "shardproof"
+EAGER = "shardproof, without graphs"
+_EAGER_STEPS = 65  # enough for a step that takes long to launch
+
+
+def join_group() -> None:
+    """Be the only rank of a group, as under torchrun."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+
+
+def load_options(options: argparse.Namespace) -> dict[str, Any]:
+    """Keywords of `sp.load` that were asked for; the others stay the library's own."""
+    given: dict[str, Any] = {}
+    if options.checkpoint_activations is not None:
+        given["checkpoint_activations"] = options.checkpoint_activations
+    if options.no_compile:
+        given["compile"] = False
+    return given
+
+
+def update_shardproof(config: Any, options: argparse.Namespace) -> dict[str, Row]:
+    """Tokens a second of a whole train step."""
+    join_group()
+    policy = sp.load(sp.RandomInit(config), device=options.device, progress=False, **load_options(options))
+    optimizer = sp.make_optimizer(policy, LR)
+    rows = sequences(options)
+    batch = sp.Batch(rows)
+
+    def step() -> None:
+        result = sp.train_step(policy, batch, optimizer, micro_batch_tokens=options.micro_batch_tokens)
+        assert result.stepped, result
+
+    seconds = seconds_of(step, options.repeats, options.device)
+    return {OURS: update_row(seconds, sum(map(len, rows)), options.device)}
+
+
+def dense_shardproof(options: argparse.Namespace) -> dict[str, Row]:
+    return update_shardproof(dense_config(options.tiny), options)
+
+
+def moe_shardproof(options: argparse.Namespace) -> dict[str, Row]:
+    return update_shardproof(moe_config(options.tiny), options)
+
+
+def decode_shardproof(options: argparse.Namespace) -> dict[str, Row]:
+    """Through graphs, and launching every kernel."""
+    from shardproof.rollout.engine import Request, Sampling
+    from shardproof.rollout.local import EmbeddedEngine
+
+    join_group()
+    source = sp.RandomInit(dense_config(options.tiny))
+    policy = sp.load(source, param_dtype=torch.bfloat16, device=options.device, progress=False)
+    engine = EmbeddedEngine(policy)
+    receipt = engine.load_weights(sp.WeightStream(policy, torch.bfloat16, digests=False))
+    requests = [Request(tuple(tokens), row) for row, tokens in enumerate(decode_prompts(options))]
+
+    def generate(num: int) -> None:
+        completions = engine.generate(requests, Sampling(num))
+        assert {len(completion.tokens) for completion in completions} == {num}, completions[0]
+
+    found = {OURS: decode_row(generate, options.steps, receipt.num_bytes, options.device)}
+    if engine._fixed is not None:
+        engine._fixed = None
+        steps = min(options.steps, _EAGER_STEPS)
+        found[EAGER] = decode_row(generate, steps, receipt.num_bytes, options.device)
+    return found
+
+
+def grpo_shardproof(options: argparse.Namespace) -> dict[str, Row]:
+    """A run of the project's own loop; each step samples, scores, updates, and sends the engine the new weights."""
+    from shardproof.config.load import parse_recipe
+    from shardproof.rl.loop import train
+
+    join_group()
+    clock = _Clock()
+    with tempfile.TemporaryDirectory() as folder:
+        train(parse_recipe(_write_recipe(Path(folder), options), "benchmark"), [clock])
+    for metrics in clock.metrics:
+        assert metrics["completion/length"] == options.steps, metrics
+        assert metrics["reward/group_std"] > 0 and not metrics["reward/errors"], metrics
+        assert metrics["updates"] == 1 and not metrics["skipped"], metrics
+    timed = clock.metrics[1:]
+    row = {
+        "step_s": (clock.ended[-1] - clock.ended[0]) / len(timed),
+        "peak_bytes": peak_bytes(options.device),
+    }
+    for phase, name in (("rollout_s", "rollout"), ("update_s", "update"), ("sync_s", "sync")):
+        row[phase] = sum(metrics[f"time/{name}"] for metrics in timed) / len(timed)
+    return {OURS: row}
+
+
+class _Clock:
+    """A logger that notes when each step ended, and what was logged."""
+
+    def __init__(self) -> None:
+        self.ended: list[float] = []
+        self.metrics: list[dict[str, float]] = []
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        self.ended.append(time.perf_counter())
+        self.metrics.append(dict(metrics))
+
+    def close(self) -> None:
+        pass
+
+
+def _write_recipe(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """A recipe in a folder that holds a config, a tokenizer and prompts; the weights are random."""
+    config = dense_config(options.tiny)
+    model = folder / "model"
+    config.architectures = ["Qwen3ForCausalLM"]
+    config.save_pretrained(model)
+    make_tokenizer(config.vocab_size).save_pretrained(model)
+    data = folder / "prompts.jsonl"
+    data.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in text_prompts(options)))
+    return {
+        "model": {"path": str(model), "random_init": True, **load_options(options)},
+        "data": {"train": str(data), "answer_column": "none", "max_prompt_tokens": options.prompt},
+        "reward": {"functions": [{"name": "benchmarks.gpu_workload:characters"}]},
+        "rollout": {"group_size": options.group, "max_new_tokens": options.steps},
+        "algorithm": {"name": "grpo"},
+        "optimizer": {"lr": LR},
+        "train": {
+            "steps": 1 + options.grpo_steps,
+            "prompts_per_step": options.prompts,
+            "micro_batch_tokens": options.micro_batch_tokens,
+            "ranks": 1,
+        },
+        "output": {
+            "folder": str(folder / "run"),
+            "save_every": 0,
+            "save_model": False,
+            "tensorboard": False,
+        },
+    }
