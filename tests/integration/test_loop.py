@@ -57,7 +57,7 @@ def test_the_documented_metrics_are_all_there_and_no_others(tmp_path):
     documented = {line.split("`")[1] for line in section.splitlines() if line.startswith("| `")}
     undocumented = {name for name in found if not name.startswith(("eval/pass@", "reward/exact_match"))}
     assert undocumented <= documented
-    assert {"reward/mean", "kl/mean", "loss/policy", "grad_norm", "tokens_per_s"} <= set(found)
+    assert {"reward/mean", "kl/mean", "loss/policy", "grad_norm", "tokens_per_s", "time/reward"} <= set(found)
 
 
 def test_layouts_and_engines_give_one_trajectory(tmp_path):

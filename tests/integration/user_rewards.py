@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import time
+from pathlib import Path
 from typing import Any
 
 
@@ -15,3 +17,26 @@ def dies_on_long_answers(prompt: str, completion: str, row: dict[str, Any]) -> f
 
 def nan(prompt: str, completion: str, row: dict[str, Any]) -> float:
     return float("nan")
+
+
+def refuses_long_answers(prompt: str, completion: str, row: dict[str, Any]) -> float:
+    if len(completion) >= 2:
+        raise ValueError(f"{completion} is too long")
+    return float(completion == row["answer"])
+
+
+def waits(prompt: str, completion: str, row: dict[str, Any]) -> float:
+    """Comes to a value, and on some rows to a bad end, once the file that the row names is there."""
+    while not os.path.exists(row["signal"]):
+        time.sleep(0.005)
+    if row.get("end") == "raise":
+        raise KeyError("no such thing")
+    while row.get("end") == "hang":
+        time.sleep(1)
+    return float(completion == row["answer"])
+
+
+def tells(prompt: str, completion: str, row: dict[str, Any]) -> float:
+    """Leaves the file that the row names."""
+    Path(row["signal"]).touch()
+    return float(completion == row["answer"])

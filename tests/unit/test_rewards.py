@@ -11,9 +11,10 @@ import time
 import psutil
 import pytest
 
-import shardproof.rl.rewards as rewards
+import shardproof.rl.reward_workers as reward_workers
 from shardproof.errors import ConfigError, RolloutFault
-from shardproof.rl.rewards import RewardRunner, RewardSpec, exact_match, find_reward, numeric, regex
+from shardproof.rl.reward_functions import exact_match, find_reward, numeric, regex
+from shardproof.rl.rewards import RewardRunner, RewardSpec
 
 # Long enough for a busy machine to answer an honest call in.
 TIMEOUT_S = 1.0
@@ -162,7 +163,7 @@ def test_totals_are_weighted_and_in_order(no_process_left):
 
 def test_built_in_rewards_need_no_process(no_process_left):
     with RewardRunner([RewardSpec("numeric")]) as runner:
-        assert not runner._workers
+        assert not runner.crew.workers
         scored = runner.score([("", "3", {"answer": 3}), ("", "3", {}), ("", "3", {"answer": "many"})])
     assert [one.total for one in scored] == [1.0, 0.0, 0.0]
     assert scored[1].errors == ("numeric: ValueError: the row has no 'answer'",)
@@ -172,7 +173,7 @@ def test_built_in_rewards_need_no_process(no_process_left):
 def test_samples_are_spread_over_the_workers_and_not_in_this_process():
     with make_runner("pid", num_workers=2) as runner:
         pids = {scored.total for scored in runner.score(samples_of(*["x"] * 64))}
-        assert pids == {worker.process.pid for worker in runner._workers} and len(pids) == 2
+        assert pids == {worker.process.pid for worker in runner.crew.workers} and len(pids) == 2
 
 
 def test_failures_cost_their_own_sample_only(no_process_left):
@@ -209,7 +210,7 @@ def test_samples_that_hang_one_after_another_are_each_found(no_process_left):
 
 def test_what_a_reward_started_ends_with_it(no_process_left):
     with make_runner("obey", timeout_s=0.3, num_workers=1) as runner:
-        worker = psutil.Process(runner._workers[0].process.pid)
+        worker = psutil.Process(runner.crew.workers[0].process.pid)
         (scored,) = runner.score(samples_of("hang with a child"))
         assert scored.errors and not worker.is_running()
     group = [process for process in psutil.process_iter() if _group(process.pid) == worker.pid]
@@ -247,7 +248,7 @@ def test_stop_holds_for_built_in_rewards_too():
 
 def test_workers_that_die_between_batches_are_replaced_without_blame(no_process_left):
     with make_runner("length") as runner:
-        for worker in runner._workers:
+        for worker in runner.crew.workers:
             worker.process.kill()
             worker.process.wait()
         assert [one.errors for one in runner.score(samples_of("a", "b"))] == [(), ()]
@@ -255,7 +256,7 @@ def test_workers_that_die_between_batches_are_replaced_without_blame(no_process_
 
 def test_a_stopped_worker_does_not_block_the_rank_that_writes_to_it(no_process_left):
     with make_runner("length", timeout_s=1.0, num_workers=1) as runner:
-        os.kill(runner._workers[0].process.pid, signal.SIGSTOP)
+        os.kill(runner.crew.workers[0].process.pid, signal.SIGSTOP)
         scored = runner.score(samples_of("x" * 4_000_000, "x"))
     assert [one.total for one in scored] == [0.0, 1.0]
 
@@ -269,7 +270,7 @@ def test_a_module_that_cannot_be_imported_stops_the_start(users, no_process_left
 
 
 def test_a_module_whose_import_hangs_stops_the_start(users, monkeypatch, no_process_left):
-    monkeypatch.setattr(rewards, "START_S", 0.3)
+    monkeypatch.setattr(reward_workers, "START_S", 0.3)
     (users / "endless.py").write_text("import time\ntime.sleep(1000)")
     with pytest.raises(RolloutFault, match=r"did not start: no answer in 0\.3 s"):
         RewardRunner([RewardSpec("endless:f")])
@@ -304,7 +305,7 @@ def test_workers_leave_with_a_rank_that_is_killed(users):
         sys.path.insert(0, {str(users)!r})
         from shardproof.rl.rewards import RewardRunner, RewardSpec
         runner = RewardRunner([RewardSpec("users_rewards:obey")], timeout_s=100.0)
-        print(*(worker.process.pid for worker in runner._workers), flush=True)
+        print(*(worker.process.pid for worker in runner.crew.workers), flush=True)
         runner.score([("", "hang", {{}})])
     """
     rank = run_python(program, stdout=subprocess.PIPE)
@@ -348,7 +349,5 @@ def test_workers_start_below_a_daemonic_process(users):
 
 
 def test_a_worker_imports_neither_torch_nor_numpy():
-    program = (
-        "import sys, shardproof.rl.rewards; assert not {'torch', 'numpy', 'pydantic'} & set(sys.modules)"
-    )
+    program = "import sys, shardproof.rl.reward_workers; assert not {'torch', 'numpy', 'pydantic'} & set(sys.modules)"
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0

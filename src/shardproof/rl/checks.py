@@ -18,7 +18,7 @@ from shardproof.model.inventory import take_inventory
 from shardproof.model.roles import POLICY
 from shardproof.model.skeleton import build_skeleton
 from shardproof.rl.data import Prompt, encode_completions, encode_prompts, load_rows
-from shardproof.rl.rewards import find_reward
+from shardproof.rl.reward_functions import find_reward
 from shardproof.shard.plan import plan_shards
 
 CONFIG_NAME = "config.json"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from shardproof.errors import fail
 from shardproof.rl import advantages as adv
 from shardproof.rl.algorithms import ALGORITHMS
 from shardproof.rl.data import Prompt, sample_seed
+from shardproof.rl.rewards import PendingRewards
 from shardproof.rl.setup import Run
 from shardproof.rollout.engine import Completion, Request, Sampling
 from shardproof.train.batching import Batch
@@ -32,9 +34,9 @@ class Group:
     prompt: Prompt
     completions: list[Completion]
     texts: list[str]
-    rewards: list[float]
-    parts: list[dict[str, float]]
-    errors: list[str]  # of rewards that failed on some of them, and were taken as zero
+    rewards: list[float] = field(default_factory=list)  # these three are empty until rewards are awaited
+    parts: list[dict[str, float]] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)  # of rewards that failed on some, and were taken as zero
 
 
 @dataclass
@@ -49,16 +51,23 @@ class Experience:
 
 def collect(run: Run, step: int) -> Experience:
     """Sample, score and weigh one step's prompts. Collective: every rank."""
+    assert run.rewards is not None, "nothing scores these completions"
     facts = ALGORITHMS[run.recipe.algorithm.name]
     drop = facts.dynamic_sampling or run.recipe.algorithm.dynamic_sampling
     wanted = run.recipe.train.prompts_per_step
     seen: list[Group] = []
-    num_seen, kept = 0, set[int]()
+    num_seen, kept, waited_s = 0, set[int](), 0.0
+    batch: Batch | None = None
     for _ in range(_MAX_ROUNDS if drop else 1):
         indices = run.stream.take(wanted)
         mine = [(num_seen + i, run.prompts[row]) for i, row in enumerate(indices)]
         mine = mine[run.data_rank :: run.data_size]
-        fresh = sample_groups(run, mine, step, run.recipe.rollout.group_size, run.sampling)
+        with run.rewards.start() as pending:
+            fresh = sample_groups(run, mine, step, run.recipe.rollout.group_size, run.sampling, pending)
+            if not drop:
+                # Every group stays, so the models score them all while rewards run.
+                batch = _batch(run, fresh)
+            waited_s += await_rewards(run, fresh, pending)
         seen += fresh
         num_seen += wanted
         useful = [group.index for group in fresh if not drop or len(set(group.rewards)) > 1]
@@ -69,50 +78,78 @@ def collect(run: Run, step: int) -> Experience:
     chosen = set(sorted(kept)[:wanted])
     groups = [group for group in seen if group.index in chosen]
     metrics = _reward_metrics(run, seen)
-    metrics["prompts/kept"] = len(kept) / num_seen
+    metrics |= {"prompts/kept": len(kept) / num_seen, "time/reward": waited_s}
     errors = exchange([error for group in seen for error in group.errors][:_MAX_ERRORS])
-    return Experience(groups, _batch(run, groups), metrics, sorted({e for row in errors for e in row}))
+    batch = _with_advantages(run, groups, batch if batch is not None else _batch(run, groups))
+    return Experience(groups, batch, metrics, sorted({e for row in errors for e in row}))
 
 
 def sample_groups(
-    run: Run, mine: Sequence[tuple[int, Prompt]], step: int, size: int, sampling: Sampling
+    run: Run,
+    mine: Sequence[tuple[int, Prompt]],
+    step: int,
+    size: int,
+    sampling: Sampling,
+    pending: PendingRewards,
 ) -> list[Group]:
-    """`size` completions of each of this rank's prompts, with rewards. Collective: every rank."""
+    """`size` completions of each of this rank's prompts, which `pending` gets as they come. Collective: every rank."""
     seed = run.recipe.train.seed
     requests = [
         Request(p.tokens, sample_seed(seed, step, i * size + g)) for i, p in mine for g in range(size)
     ]
-    completions = _generate(run, requests, sampling)
-    texts = [_text(run, completion) for completion in completions]
-    samples = [(mine[k // size][1].text, text, mine[k // size][1].row) for k, text in enumerate(texts)]
-    with together("reward"):
-        assert run.rewards is not None, "nothing scores these completions"
-        scored = run.rewards.score(samples)
-    penalties = [_overlong(run, completion) for completion in completions]
+    prompts = [prompt for _, prompt in mine for _ in range(size)]
+    completions, texts = _generate(run, prompts, requests, sampling, pending)
     groups = []
     for k, (index, prompt) in enumerate(mine):
         part = slice(k * size, (k + 1) * size)
-        rewards = [s.total + penalty for s, penalty in zip(scored[part], penalties[part], strict=True)]
-        parts = [dict(s.parts) for s in scored[part]]
-        errors = [error for s in scored[part] for error in s.errors]
-        groups.append(Group(index, prompt, completions[part], texts[part], rewards, parts, errors))
+        groups.append(Group(index, prompt, completions[part], texts[part]))
     return groups
 
 
-def _generate(run: Run, requests: list[Request], sampling: Sampling) -> list[Completion]:
-    """Completions in batches, as many calls on every rank; older weights than the policy's are refused."""
+def await_rewards(run: Run, groups: Sequence[Group], pending: PendingRewards) -> float:
+    """Give the groups their rewards; returns the seconds that were spent waiting. Collective: every rank."""
+    started = time.perf_counter()
+    with together("reward"):
+        scored = iter(pending.result())
+    waited_s = time.perf_counter() - started
+    for group in groups:
+        part = [next(scored) for _ in group.completions]
+        penalties = [_overlong(run, completion) for completion in group.completions]
+        group.rewards = [s.total + penalty for s, penalty in zip(part, penalties, strict=True)]
+        group.parts = [dict(s.parts) for s in part]
+        group.errors = [error for s in part for error in s.errors]
+    return waited_s
+
+
+def _generate(
+    run: Run,
+    prompts: Sequence[Prompt],
+    requests: list[Request],
+    sampling: Sampling,
+    pending: PendingRewards,
+) -> tuple[list[Completion], list[str]]:
+    """Completions and their texts in batches, as many calls on every rank; one's rewards run while the next is made.
+
+    Older weights than the policy's are refused.
+    """
     size = run.recipe.rollout.batch_size
     num_calls = max(exchange(-(-len(requests) // size)))
     completions: list[Completion] = []
+    texts: list[str] = []
     with _lending(run):
         for call in range(num_calls):
-            completions += run.engine.generate(requests[call * size : (call + 1) * size], sampling)
+            part = slice(call * size, (call + 1) * size)
+            fresh = run.engine.generate(requests[part], sampling)
+            written = [_text(run, completion) for completion in fresh]
+            pending.add([(p.text, text, p.row) for p, text in zip(prompts[part], written, strict=True)])
+            completions += fresh
+            texts += written
     newest, lag = run.policy.model.version, run.recipe.rollout.max_version_lag
     stale = [c.version for c in completions if not newest - lag <= c.version <= newest]
     if any(exchange(bool(stale))):
         message = f"completions come from version {stale[:1] or 'of another rank'}, the policy is {newest}, the lag allowed is {lag}."
         raise fail("R501", "rollout", message)
-    return completions
+    return completions, texts
 
 
 @contextmanager
@@ -141,7 +178,7 @@ def _overlong(run: Run, completion: Completion) -> float:
 
 
 def _batch(run: Run, groups: Sequence[Group]) -> Batch:
-    """Sequences and columns of this rank's groups. Collective: every rank."""
+    """Sequences of this rank's groups, and the columns that need no reward. Collective: every rank."""
     sequences, mask, rollout = [], [], []
     for group in groups:
         for completion in group.completions:
@@ -152,7 +189,7 @@ def _batch(run: Run, groups: Sequence[Group]) -> Batch:
             rollout.append([*before, *completion.logprobs])
     columns: dict[str, Any] = {"mask": mask, "rollout_logps": rollout}
     columns |= _scores(run, sequences)
-    return _with_advantages(run, groups, Batch(sequences, **columns))
+    return Batch(sequences, **columns)
 
 
 def _scores(run: Run, sequences: list[list[int]]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from shardproof.dist.collectives import exchange, together
 from shardproof.dist.launch import init_distributed
 from shardproof.errors import fail
 from shardproof.rl.algorithms import ALGORITHMS, make_loss
-from shardproof.rl.experience import Experience, collect, sample_groups
+from shardproof.rl.experience import Experience, await_rewards, collect, sample_groups
 from shardproof.rl.folder import claim_folder, go_on, note, report, save, save_model, write_samples
 from shardproof.rl.imitation import demonstrate, held_out_loss
 from shardproof.rl.loggers import JsonLines, Logger, Progress, TensorBoard
@@ -236,7 +236,9 @@ def evaluate(run: Run, step: int) -> dict[str, float]:
     sampling = Sampling(run.sampling.max_new_tokens, temperature, run.sampling.top_p, run.sampling.stop_ids)
     mine = list(enumerate(run.eval_prompts))[run.data_rank :: run.data_size]
     # A step number that training never has keeps evaluation's draws apart from training's.
-    groups = sample_groups(run, mine, -1 - step, samples, sampling)
+    with run.rewards.start() as pending:
+        groups = sample_groups(run, mine, -1 - step, samples, sampling, pending)
+        await_rewards(run, groups, pending)
     rows = exchange([group.rewards for group in groups])[:: run.policy.model.sequence_parallel]
     rewards = [group for row in rows for group in row]
     flat = [reward for group in rewards for reward in group]

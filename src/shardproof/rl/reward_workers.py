@@ -1,0 +1,207 @@
+"""Processes that run the user's rewards, none of which can hang a run.
+
+Each worker answers call by call, so that the call that hangs or kills its worker is known: it alone is recorded as
+failed, and the rest of its chunk goes to other workers. A worker is a fresh interpreter, not a fork, because ranks hold
+threads and a CUDA context; and it is started by `subprocess`, because `multiprocessing` would run the user's training
+script again in it, and refuses to start anything below a daemon.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import math
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from multiprocessing.connection import Connection, Pipe, wait
+
+from shardproof.errors import ShardproofError, error_for, fail
+from shardproof.findings import Finding
+from shardproof.rl.reward_functions import Outcome, Sample, attempt, find_reward
+
+Call = tuple[int, str, Sample]  # the sample's place in the batch, the reward's name, the sample
+
+START_S, MAX_CHUNK = 120.0, 32  # what a worker may take to import the user's modules; calls sent at a time
+_BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv.pop()); from shardproof.rl.reward_workers import serve; serve()"
+
+
+def serve() -> None:
+    """A worker's life: import the rewards, then answer chunks of calls, one reply a call, until told to leave."""
+    parent, descriptor = int(sys.argv[1]), int(sys.argv[2])
+    os.set_inheritable(descriptor, False)  # a process that a reward starts must not keep the connection open
+    threading.Thread(target=_leave_with, args=(parent,), daemon=True).start()
+    connection = Connection(descriptor)
+    with contextlib.suppress(EOFError, OSError), open(os.devnull, "w") as nowhere:
+        names, timeout_s = connection.recv()
+        try:
+            functions = {name: find_reward(name) for name in names}
+        except ShardproofError as error:
+            connection.send(error.findings[0])
+            return
+        connection.send(None)
+        while (chunk := connection.recv()) is not None:
+            # Ends a worker whose rank is gone while C code that never releases the interpreter lock, such as a regular
+            # expression, keeps the thread that watches the rank from running.
+            faulthandler.dump_traceback_later(timeout_s * len(chunk) + 60.0, exit=True, file=nowhere)
+            for name, sample in chunk:
+                connection.send(attempt(functions[name], sample))
+            faulthandler.cancel_dump_traceback_later()
+
+
+def _leave_with(parent: int) -> None:
+    """Kill this worker and what its rewards started once the rank is gone, even in the middle of a call."""
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os.killpg(0, signal.SIGKILL)
+
+
+class _Worker:
+    """One worker process, and the calls it has not answered yet."""
+
+    def __init__(self, names: Sequence[str], timeout_s: float):
+        self.timeout_s = timeout_s
+        self.ready = False
+        self.pending: deque[Call] = deque()
+        self.deadline = time.monotonic() + START_S
+        self.connection, remote = Pipe()
+        # A worker that stops in the middle of a message must not stop its rank.
+        limit = struct.pack("ll", math.ceil(timeout_s), 0)
+        with socket.fromfd(self.connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as end:
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+        path = json.dumps([entry for entry in sys.path if isinstance(entry, str)])
+        arguments = [sys.executable, "-c", _BOOT, str(os.getpid()), str(remote.fileno()), path]
+        # A session of its own: Ctrl-C does not reach it, and killing its group also ends what its rewards started.
+        self.process = subprocess.Popen(
+            arguments, pass_fds=[remote.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
+        )
+        remote.close()
+        self.send((list(names), timeout_s))
+
+    def submit(self, calls: Sequence[Call]) -> None:
+        self.pending.extend(calls)
+        self.deadline = time.monotonic() + self.timeout_s
+        self.send([(name, sample) for _, name, sample in calls])
+
+    def send(self, message: object) -> None:
+        # A worker that is gone or stuck is noticed where its answers are read.
+        with contextlib.suppress(OSError):
+            self.connection.send(message)
+
+    def receive(self) -> tuple[Call, Outcome] | None:
+        """One answered call; None for the message that the worker is ready."""
+        message = self.connection.recv()
+        if isinstance(message, Finding):
+            raise error_for([message])
+        if not self.ready:
+            self.ready, self.deadline = True, math.inf
+            return None
+        call = self.pending.popleft()
+        self.deadline = time.monotonic() + self.timeout_s if self.pending else math.inf
+        return call, message
+
+    def stop(self, patience_s: float = 0.0) -> str:
+        """End the process and all it started; returns how it ended."""
+        if not self.connection.closed:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(patience_s)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.connection.close()
+        code = self.process.wait()
+        return f"signal {-code}" if code < 0 else f"exit code {code}"
+
+
+class Crew:
+    """The workers of a rank. One thread at a time may use it."""
+
+    def __init__(self, names: Sequence[str], num_workers: int, timeout_s: float):
+        self._names, self._num_workers, self._timeout_s = names, num_workers, timeout_s
+        self.workers: list[_Worker] = []
+
+    def start(self) -> None:
+        """Start every worker, and wait until each has imported the rewards."""
+        self._fill()
+        while not all(worker.ready for worker in self.workers):
+            for _ in self.pump(deque()):
+                pass
+
+    @property
+    def busy(self) -> bool:
+        """Calls are not answered yet."""
+        return any(worker.pending for worker in self.workers)
+
+    def revive(self) -> None:
+        """Replace workers that died between calls, which no call is to blame for."""
+        self._drop(
+            [worker for worker in self.workers if not worker.pending and worker.process.poll() is not None]
+        )
+        self._fill()
+
+    def dispatch(self, queue: deque[Call]) -> None:
+        """Give every idle worker a chunk; chunks shrink towards the end, so that workers finish together."""
+        for worker in self.workers:
+            if queue and worker.ready and not worker.pending:
+                size = max(1, min(MAX_CHUNK, len(queue) // (2 * len(self.workers))))
+                worker.submit([queue.popleft() for _ in range(size)])
+
+    def pump(self, queue: deque[Call], bell: Sequence[Connection] = ()) -> Iterator[tuple[Call, Outcome]]:
+        """Wait for answers, the nearest deadline or the bell; yield what came, and replace workers that hang or died."""
+        active = [worker for worker in self.workers if worker.pending or not worker.ready]
+        patience = min(worker.deadline for worker in active) - time.monotonic()
+        wait([*bell, *(worker.connection for worker in active)], timeout=max(0.0, patience))
+        for worker in active:
+            try:
+                while worker.connection.poll():
+                    if (answered := worker.receive()) is not None:
+                        yield answered
+            except (EOFError, OSError):
+                yield from self._bury(worker, f"its worker process died ({worker.stop(1.0)})", queue)
+            else:
+                if time.monotonic() >= worker.deadline:
+                    limit_s = self._timeout_s if worker.ready else START_S
+                    yield from self._bury(worker, f"no answer in {limit_s:g} s", queue)
+
+    def give_up(self) -> None:
+        """End workers in the middle of a chunk: they would answer the next batch with this one's rewards."""
+        self._drop([worker for worker in self.workers if worker.pending])
+
+    def close(self) -> None:
+        """End every worker, idle ones after a moment for their exit handlers."""
+        idle = [worker for worker in self.workers if worker.ready and not worker.pending]
+        for worker in idle:
+            worker.send(None)
+        until = time.monotonic() + 1.0
+        for worker in self.workers:
+            worker.stop(max(0.0, until - time.monotonic()) if worker in idle else 0.0)
+        self.workers = []
+
+    def _fill(self) -> None:
+        while len(self.workers) < self._num_workers:
+            self.workers.append(_Worker(self._names, self._timeout_s))
+
+    def _drop(self, workers: Sequence[_Worker]) -> None:
+        for worker in workers:
+            self.workers.remove(worker)
+            worker.stop()
+
+    def _bury(self, worker: _Worker, failure: str, queue: deque[Call]) -> Iterator[tuple[Call, Outcome]]:
+        """Blame the call that the worker was in, put the rest of its chunk back, and start another worker."""
+        self._drop([worker])
+        if not worker.ready:
+            message = f"a worker for {', '.join(self._names)} did not start: {failure}."
+            raise fail("R504", "reward", message, fix="import the reward's module in a plain Python")
+        self._fill()
+        if worker.pending:
+            call, *rest = worker.pending
+            queue.extendleft(reversed(rest))
+            yield call, (0.0, failure)
