@@ -50,6 +50,7 @@ class Model(Section):
     cpu_offload: bool = False
     sequence_parallel: Positive = 1
     checkpoint_activations: bool | int = False
+    compile: bool | None = None  # the blocks; None: on CUDA in 16 bits, where Triton is installed
     lora: Lora | None = None
     trust_remote_code: bool = False
 

@@ -139,6 +139,7 @@ def _load_role(recipe: Recipe, section: Role | None, role: str, config: Pretrain
         sequence_parallel=model.sequence_parallel,
         checkpoint_activations=model.checkpoint_activations if role != "reference" else False,
         trust_remote_code=model.trust_remote_code,
+        compile=model.compile,
     )
 
 
