@@ -49,7 +49,7 @@ class Model(Section):
     compute_dtype: DtypeName = "bfloat16"
     cpu_offload: bool = False
     sequence_parallel: Positive = 1
-    checkpoint_activations: bool | int = False
+    checkpoint_activations: bool | int | Literal["auto"] = False
     lora: Lora | None = None
     trust_remote_code: bool = False
 

@@ -43,6 +43,11 @@ def can_chunk(head: nn.Module | None) -> bool:
     return isinstance(head, nn.Linear) and not hasattr(head, "base_layer")
 
 
+def chunk_bytes(num_tokens: int, vocabulary: int) -> int:
+    """How large one chunk of logits is."""
+    return min(num_tokens * vocabulary, _CHUNK_ELEMENTS) * 4
+
+
 def token_logprobs(
     hidden: torch.Tensor,
     head: nn.Linear,

@@ -26,7 +26,7 @@ from shardproof.errors import error_for
 from shardproof.model.families import check_sequence_parallel
 from shardproof.model.inventory import Inventory, take_inventory
 from shardproof.model.roles import RoleModule
-from shardproof.model.skeleton import Skeleton, build_skeleton, checkpoint_blocks
+from shardproof.model.skeleton import AUTO, Skeleton, build_skeleton, checkpoint_blocks
 from shardproof.shard.attest import attest
 from shardproof.shard.fsdp1 import check_fsdp1, shard_fsdp1
 from shardproof.shard.fsdp2 import shard_fsdp2
@@ -64,7 +64,7 @@ def load(
     cpu_offload: bool = False,
     lora: Any = None,
     sequence_parallel: int = 1,
-    checkpoint_activations: bool | int = False,
+    checkpoint_activations: bool | int | str = False,
     revision: str | None = None,
     trust_remote_code: bool = False,
     attn_implementation: str | None = None,
@@ -148,6 +148,7 @@ def _load(
         source=resolved.label,
         folder=resolved.folder,
         has_lora=skeleton.has_lora,
+        recomputes_as_needed=options.checkpoint_activations == AUTO,
         sequence_group=make_sequence_group(options.sequence_parallel),
     )
     with watch.stage("attest"):
@@ -168,7 +169,7 @@ def _skeleton(resolved: ResolvedSource, options: LoadOptions) -> Skeleton:
         attn_implementation=options.attn_implementation,
         experts_implementation=options.experts_implementation,
     )
-    checkpoint_blocks(skeleton.model, int(options.checkpoint_activations))
+    checkpoint_blocks(skeleton.model, options.checkpoint_activations)
     return skeleton
 
 

@@ -12,6 +12,7 @@ from shardproof.dist.launch import resolve_device
 from shardproof.dist.mesh import check_mesh, make_mesh
 from shardproof.errors import choose, fail
 from shardproof.model.roles import ROLES
+from shardproof.model.skeleton import AUTO
 
 FSDP1, FSDP2 = "fsdp1", "fsdp2"
 STRATEGIES = (FSDP2, FSDP1)
@@ -30,7 +31,7 @@ class LoadOptions:
     cpu_offload: bool
     lora: Any
     sequence_parallel: int
-    checkpoint_activations: bool | int  # True: every block; k: every k-th block
+    checkpoint_activations: bool | int | str  # True: every block; k: every k-th; "auto": what does not fit
     revision: str | None
     trust_remote_code: bool
     attn_implementation: str | None
@@ -47,6 +48,9 @@ class LoadOptions:
             )
         choose("settings", "role", self.role, ROLES)
         choose("settings", "strategy", self.strategy, STRATEGIES)
+        if not isinstance(self.checkpoint_activations, int) and self.checkpoint_activations != AUTO:
+            message = f"checkpoint_activations={self.checkpoint_activations!r} is not True, False, a number or {AUTO!r}."
+            raise fail("C001", "settings", message)
         for name in ("param_dtype", "compute_dtype", "reduce_dtype"):
             dtype = getattr(self, name)
             if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
