@@ -69,7 +69,7 @@ def train(folder: str, options: dict[str, Any]) -> tuple[bool, list[Any], list[i
     [
         ("qwen3_tied", {}),
         ("qwen3_moe", {"checkpoint_activations": 2}),
-        ("llama", {"strategy": "fsdp1", "sequence_parallel": 2}),
+        ("llama", {"sequence_parallel": 2}),
     ],
     ids=str,
 )

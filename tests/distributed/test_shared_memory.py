@@ -226,7 +226,7 @@ def write_broken(folder, how):
     policy = load(folder)
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
         if how == "no memory":
-            patch.setattr(shared, "_available_bytes", lambda: 1000)
+            patch.setattr(shared, "host_memory", lambda: (1000, 1000))
         if how == "nan" and dist.get_rank() == 1:
             next(s for s in local_shards(policy) if s.name == "model.norm.weight").flat[0] = float("nan")
         sp.SharedWeights(policy).write()

@@ -57,6 +57,11 @@ def test_choice_that_resembles_nothing(option):
     assert_refused(outcomes, "C001", f"{key}={value!r}", valid)
 
 
+def test_activations_that_cannot_be_chosen_so():
+    outcomes = run_ranks_outcomes(2, load_random, {"checkpoint_activations": "some"})
+    assert_refused(outcomes, "C001", "checkpoint_activations='some'", "'auto'")
+
+
 @pytest.mark.parametrize("key", ["param_dtype", "compute_dtype", "reduce_dtype"])
 @pytest.mark.parametrize("dtype", [torch.int8, "bfloat16"], ids=str)
 def test_dtype_that_is_not_floating(key, dtype):
@@ -152,6 +157,7 @@ def test_mesh_that_one_rank_alone_passes():
         ("cpu_offload", False, True),
         ("sequence_parallel", 1, 2),
         ("checkpoint_activations", False, True),
+        ("checkpoint_activations", True, "auto"),
         ("revision", None, "v2"),
         ("attn_implementation", "eager", "sdpa"),
     ],

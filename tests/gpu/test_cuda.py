@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import shardproof as sp
 from shardproof.rollout.engine import Request, Sampling
@@ -27,6 +28,17 @@ SEQUENCES = [
 ]
 TWO_GLOO = {"num_ranks": 2, "backend": "gloo"}
 ONE_NCCL = {"num_ranks": 1, "backend": "cpu:gloo,cuda:nccl"}
+# Large enough for activations to be most of what a step holds.
+LARGER = {
+    "vocab_size": 8192,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "max_position_embeddings": 2048,
+}
 GROUPS = pytest.mark.parametrize("group", [TWO_GLOO, ONE_NCCL], ids=["two gloo ranks", "one nccl rank"])
 STRATEGIES = pytest.mark.parametrize("strategy", ["fsdp2", "fsdp1"])
 
@@ -109,8 +121,10 @@ def train(
         (TWO_GLOO, {"strategy": "fsdp2", "sequence_parallel": 2, "checkpoint_activations": True}),
         (TWO_GLOO, {"strategy": "fsdp2", "cpu_offload": True}),
         (ONE_NCCL, {"strategy": "fsdp2", "checkpoint_activations": True}),
+        (ONE_NCCL, {"strategy": "fsdp2", "checkpoint_activations": "auto"}),
         (ONE_NCCL, {"strategy": "fsdp2", "cpu_offload": True}),
         (ONE_NCCL, {"strategy": "fsdp1"}),
+        (TWO_GLOO, {"strategy": "fsdp1", "checkpoint_activations": "auto"}),
     ],
     ids=str,
 )
@@ -133,10 +147,10 @@ def no_host_sync() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def step_without_sync(folder: str) -> bool:
+def step_without_sync(folder: str, options: dict[str, Any]) -> bool:
     import shardproof.train.step as step
 
-    policy = sp.load(folder, device="cuda")
+    policy = sp.load(folder, device="cuda", **options)
     optimizer = sp.make_optimizer(policy, lr=1e-3)
     batch = sp.Batch(SEQUENCES)
     sp.train_step(policy, batch, optimizer, micro_batch_tokens=12)  # lazy set-up may wait
@@ -153,8 +167,53 @@ def step_without_sync(folder: str) -> bool:
         step._backward = original
 
 
-def test_no_host_sync_in_the_micro_batch_loop(tmp_path):
-    assert on_ranks(ONE_NCCL, step_without_sync, str(make_checkpoint(tmp_path, "qwen3"))) == [True]
+@pytest.mark.parametrize("options", [{}, {"checkpoint_activations": "auto"}], ids=str)
+def test_no_host_sync_in_the_micro_batch_loop(tmp_path, options):
+    assert on_ranks(ONE_NCCL, step_without_sync, str(make_checkpoint(tmp_path, "qwen3")), options) == [True]
+
+
+def train_within(checkpoint_activations: bool | str, limit: int | None) -> dict[str, Any]:
+    """Three steps of two micro-batches of 12,000 tokens, in a process that may hold `limit` bytes."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    if limit is not None:
+        torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.mem_get_info()[1])
+    try:
+        config = AutoConfig.for_model("qwen3", **LARGER)
+        policy = sp.load(
+            sp.RandomInit(config),
+            device="cuda",
+            checkpoint_activations=checkpoint_activations,
+            progress=False,
+        )
+        optimizer = sp.make_optimizer(policy, lr=1e-4)
+        batch = sp.Batch([[(7 * i + 3 * j) % 8000 for j in range(1025)] for i in range(24)])
+        results = [sp.train_step(policy, batch, optimizer, micro_batch_tokens=16 * 1025) for _ in range(3)]
+        return {
+            "losses": [result.loss for result in results],
+            "allocated": torch.cuda.max_memory_allocated(),
+            "reserved": torch.cuda.max_memory_reserved(),
+            "recomputed": list(policy.recompute.counts) if policy.recompute is not None else [],
+        }
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def test_auto_fits_into_what_there_is():
+    (kept,) = on_ranks(ONE_NCCL, train_within, False, None)
+    (frugal,) = on_ranks(ONE_NCCL, train_within, True, None)
+    room = kept["allocated"] - frugal["allocated"]
+    assert room > frugal["allocated"] / 2  # the model is large enough to tell
+    (free,) = on_ranks(ONE_NCCL, train_within, "auto", None)
+    assert set(free["recomputed"]) == {0}
+    assert free["allocated"] < kept["allocated"] * 1.02
+    limit = frugal["allocated"] + int(0.7 * room)
+    (tight,) = on_ranks(ONE_NCCL, train_within, "auto", limit)
+    assert tight["reserved"] <= limit
+    assert 0 < max(tight["recomputed"]) < LARGER["num_hidden_layers"]
+    for found in (frugal, free, tight):
+        assert found["losses"] == pytest.approx(kept["losses"], rel=2e-3)
 
 
 def export_twice(folder: str, lora: bool, move: bool) -> Any:

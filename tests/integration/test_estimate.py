@@ -123,6 +123,7 @@ def test_adapters_references_and_recomputation_take_less():
     reference = of("reference")
     assert (reference.gradients, reference.optimizer, reference.activations) == (0, 0, 0)
     assert of(checkpoint_activations=True).activations < whole.activations / 3
+    assert of(checkpoint_activations="auto") == of(checkpoint_activations=True)  # what it needs at least
     assert of(sequence_parallel=4).activations == pytest.approx(whole.activations / 4, rel=0.01)
 
 

@@ -106,14 +106,15 @@ def test_dynamic_sampling_reports_all_rewards_and_trains_on_a_full_batch(tmp_pat
     assert 0.0 < found["reward/mean"] < 0.6, "groups that are dropped count in the mean"
 
 
-def test_moe_policy_and_critic_with_recomputation_train_end_to_end(tmp_path):
+@pytest.mark.parametrize("recompute", ["true", "auto"])
+def test_moe_policy_and_critic_with_recomputation_train_end_to_end(tmp_path, recompute):
     """What SkyRL 1370's reviewers asked for: PPO on a qwen3_moe, policy and critic, activation checkpointing."""
     model = make_checkpoint(tmp_path / "model", "qwen3_moe", vocab_size=14, eos_token_id=1)
     for name in TOKENIZER:
         shutil.copy(RECIPES / "tiny" / "model" / name, model)
     overrides = [
         f"model.path={model}",
-        "model.checkpoint_activations=true",
+        f"model.checkpoint_activations={recompute}",
         "algorithm.name=ppo",
         "algorithm.kl_coef=0.01",
         "algorithm.router_coef=0.01",

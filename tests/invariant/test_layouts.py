@@ -41,7 +41,7 @@ AXES = {
     "experts": (False, True),
     "sequence_parallel": (1, 2, 4),
     "batches": ("packed", "packed_small", "one_sequence", "own_attention"),
-    "checkpoint": (False, True, 2),
+    "checkpoint": (False, True, 2, "auto"),
     "lora": (False, True),
 }
 MICRO_BATCH_TOKENS = {"packed": 10_000, "packed_small": 24, "one_sequence": 1, "own_attention": 10_000}
@@ -88,7 +88,9 @@ def pairwise(axes, is_valid):
 
 def name_of(case):
     marks = [name for name in ("tied", "experts", "lora") if case[name]]
-    recompute = {False: [], True: ["recompute"], 2: ["recompute_half"]}[case["checkpoint"]]
+    recompute = {False: [], True: ["recompute"], 2: ["recompute_half"], "auto": ["recompute_auto"]}[
+        case["checkpoint"]
+    ]
     return "-".join(
         [case["sharding"], f"{case['world']}ranks", f"sp{case['sequence_parallel']}", case["batches"]]
         + marks

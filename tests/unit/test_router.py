@@ -214,6 +214,12 @@ def test_checkpointed_gradients_are_the_plain_ones(family, experts):
         assert largest_difference(found, gradients[0]) == 0
 
 
+def test_both_passes_run_in_a_mode_of_one_class():
+    """Compiled code is chosen by the class of the mode: a recompute in other code may save other tensors."""
+    forward, recompute = replay_routing()
+    assert type(forward) is type(recompute)
+
+
 def test_every_kth_block_is_checkpointed():
     for every, expected in ((0, []), (1, [0, 1, 2, 3, 4]), (2, [0, 2, 4]), (3, [0, 3])):
         model = make_model("llama", num_hidden_layers=5)

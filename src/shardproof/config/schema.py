@@ -49,8 +49,8 @@ class Model(Section):
     compute_dtype: DtypeName = "bfloat16"
     cpu_offload: bool = False
     sequence_parallel: Positive = 1
-    checkpoint_activations: bool | int = False
-    compile: bool | None = None  # the blocks; None: on CUDA in 16 bits, where Triton is installed
+    checkpoint_activations: bool | int | Literal["auto"] = False
+    compile: bool | None = None  # the blocks; None: on CUDA in 16 bits with FSDP2, where Triton is installed
     lora: Lora | None = None
     trust_remote_code: bool = False
 

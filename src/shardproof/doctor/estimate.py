@@ -12,15 +12,14 @@ from transformers import PretrainedConfig
 from shardproof.doctor.activations import saved_bytes
 from shardproof.doctor.request import DTYPES, Layout
 from shardproof.export.stream import BUCKET_BYTES
+from shardproof.model.head import chunk_bytes
 from shardproof.model.inventory import Inventory, TensorInfo, take_inventory
 from shardproof.model.roles import REFERENCE
 from shardproof.model.skeleton import Skeleton, build_skeleton
+from shardproof.shard.footprint import gathered_bytes, unit_bytes, unit_groups
 from shardproof.shard.plan import find_units
 
 GATHER_BYTES = BUCKET_BYTES // 2
-# The chunked head works on at most this many float32 logits at a time, and holds six tensors of that size at its peak.
-_CHUNK_ELEMENTS, _NUM_CHUNKS = 1 << 25, 6
-_REDUCE_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -55,15 +54,6 @@ class Shape:
     inventory: Inventory
     units: tuple[str, ...]
 
-    def groups(self) -> list[list[TensorInfo]]:
-        """Parameters by FSDP unit, the root's last."""
-        named = {unit: [] for unit in self.units}  # type: dict[str, list[TensorInfo]]
-        root: list[TensorInfo] = []
-        for info in self.inventory.parameters:
-            home = next((unit for unit in self.units if info.name.startswith(f"{unit}.")), None)
-            (named[home] if home is not None else root).append(info)
-        return [*named.values(), root]
-
 
 def shape_of(config: PretrainedConfig, layout: Layout, role: str, lora: object = None) -> Shape:
     """The model's tensors and units. Memory: buffers only."""
@@ -77,7 +67,7 @@ def estimate(shape: Shape, layout: Layout, ranks: int, num_tokens: int) -> Estim
     """What the fullest rank holds when a micro-batch has `num_tokens` tokens a rank (of a group, with Ulysses)."""
     shards = max(ranks // layout.replicate, 1)
     compute = getattr(torch, DTYPES[layout.dtype])
-    groups = shape.groups()
+    groups = unit_groups(shape.inventory, shape.units)
     held = sum(_shard_bytes(group, layout, shards) for group in groups)
     buffers = sum(t.numel() * t.element_size() for t in shape.skeleton.computed_buffers.values())
     buffers += sum(info.numel * info.dtype.itemsize for info in shape.inventory.persistent_buffers)
@@ -86,12 +76,14 @@ def estimate(shape: Shape, layout: Layout, ranks: int, num_tokens: int) -> Estim
         trained = 0
     activations, counted = 0, True
     local_tokens = ceil(num_tokens / layout.sequence_parallel)
+    vocabulary = shape.skeleton.model.get_input_embeddings().get_parameter("weight").shape[0]
+    logits = chunk_bytes(local_tokens, vocabulary)
     if trained:
         activations, counted = _activations(shape, layout, compute, local_tokens)
     # A tensor's part is made and then copied into its shard; FSDP1 flattens a whole unit before it cuts it.
     writing = max(_shard_bytes([info], layout, shards) for group in groups for info in group)
     if layout.strategy == "fsdp1":
-        largest = max(_unit_bytes(group, None) for group in groups)
+        largest = max(unit_bytes(group) for group in groups)
         writing += largest - largest // shards
     return Estimate(
         ranks=ranks,
@@ -99,7 +91,7 @@ def estimate(shape: Shape, layout: Layout, ranks: int, num_tokens: int) -> Estim
         gradients=trained,
         optimizer=2 * trained,
         activations=activations,
-        gathered=_gathered(shape, groups, compute, local_tokens, bool(trained), shards),
+        gathered=gathered_bytes(groups, compute, logits, bool(trained), shards),
         export=_export_bytes(shape.inventory, compute, layout, shards),
         load_peak=held + buffers + writing,
         counted=counted,
@@ -116,45 +108,14 @@ def _shard_bytes(group: Sequence[TensorInfo], layout: Layout, shards: int) -> in
     )
 
 
-def _unit_bytes(group: Sequence[TensorInfo], dtype: torch.dtype | None) -> int:
-    return sum(info.numel * (dtype or info.dtype).itemsize for info in group)
-
-
 def _activations(shape: Shape, layout: Layout, compute: torch.dtype, num_tokens: int) -> tuple[int, bool]:
     model = shape.skeleton.model
     saved, counted = saved_bytes(model, compute, num_tokens)
     if layout.checkpoint_activations and shape.units:
         hidden = int(model.config.get_text_config().hidden_size) * num_tokens * compute.itemsize
-        # Each block keeps its input, and one block at a time keeps everything.
+        # Each block keeps its input, and one block at a time keeps everything. "auto" needs as much at least.
         saved = len(shape.units) * hidden + ceil(saved / len(shape.units))
     return saved, counted
-
-
-def _gathered(
-    shape: Shape,
-    groups: Sequence[Sequence[TensorInfo]],
-    compute: torch.dtype,
-    num_tokens: int,
-    trains: bool,
-    shards: int,
-) -> int:
-    """The root stays gathered; beside it the larger of the head's work and two blocks with one block's gradients."""
-    *blocks, root = groups
-    root_bytes = _unit_bytes(root, compute)
-    block_bytes = max((_unit_bytes(group, compute) for group in blocks), default=0)
-    vocabulary = shape.skeleton.model.get_input_embeddings().get_parameter("weight").shape[0]
-    chunk = min(num_tokens * vocabulary, _CHUNK_ELEMENTS) * 4
-    if not trains:
-        return root_bytes + max(2 * block_bytes, 3 * chunk)
-    trained_root = sum(info.numel for info in root if info.trainable)
-    head = max((info.numel for info in root if info.trainable and len(info.shape) > 1), default=0)
-    block_grads = max((sum(i.numel for i in group if i.trainable) for group in blocks), default=0)
-    at_the_head = head * (4 + (compute.itemsize if compute.itemsize < 4 else 0)) + _NUM_CHUNKS * chunk
-    # A gathered block is a flat buffer and the parameters copied out of it; a reduced one waits for the next.
-    in_the_blocks = head * compute.itemsize + 4 * block_bytes
-    in_the_blocks += block_grads * (compute.itemsize + 2 * _REDUCE_BYTES)
-    at_the_root = trained_root * (compute.itemsize + _REDUCE_BYTES) if shards > 1 else 0
-    return root_bytes + max(at_the_head, in_the_blocks, at_the_root)
 
 
 def _export_bytes(inventory: Inventory, compute: torch.dtype, layout: Layout, shards: int) -> int:

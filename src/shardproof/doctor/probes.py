@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -25,6 +24,7 @@ from shardproof.rollout.engine import Request as Prompt
 from shardproof.rollout.local import EmbeddedEngine, ShardedEngine
 from shardproof.shard.attest import attest
 from shardproof.shard.load import load
+from shardproof.shard.memory import free_memory
 from shardproof.shard.sharded_model import ShardedModel
 from shardproof.shard.torch_private import clean_name
 from shardproof.train.batching import Batch
@@ -259,19 +259,8 @@ def _engine(policy: ShardedModel, stream: WeightStream) -> Engine:
     """A replica on every rank where replicas fit into half of the free memory, else the sharded policy itself."""
     needed = sum(meta.nbytes for meta in stream.metadata())
     on_this_node = 1 if policy.device.type == "cuda" else dist.get_world_size()
-    fits = all(exchange(2 * needed * on_this_node <= _available_bytes(policy.device)))
+    fits = all(exchange(2 * needed * on_this_node <= free_memory(policy.device)[0]))
     return EmbeddedEngine(policy) if fits else ShardedEngine(policy)
-
-
-def _available_bytes(device: torch.device) -> int:
-    """Free memory of the device; 0 where the system does not tell."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-    except (OSError, StopIteration):
-        return 0
 
 
 def probe_verify(patient: Patient) -> Outcome:

@@ -28,7 +28,7 @@ class Layout:
     lora: int = 0  # rank of the adapters; 0: none
     packing: bool = True
     replicate: int = 1
-    checkpoint_activations: bool = False
+    checkpoint_activations: bool | str = False  # "auto": what does not fit
 
     def __str__(self) -> str:
         parts = [self.strategy, self.dtype]
@@ -38,7 +38,10 @@ class Layout:
         parts += ["CPU offload"] if self.cpu_offload else []
         parts += [f"LoRA {self.lora}"] if self.lora else []
         parts += [] if self.packing else ["one by one"]
-        parts += ["activations recomputed"] if self.checkpoint_activations else []
+        recomputed = "activations recomputed" + (
+            " as needed" if self.checkpoint_activations == "auto" else ""
+        )
+        parts += [recomputed] if self.checkpoint_activations else []
         return ", ".join(parts)
 
 

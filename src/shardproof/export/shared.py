@@ -27,6 +27,7 @@ from shardproof.export.gather import Gatherer
 from shardproof.export.manifest import ExportReceipt
 from shardproof.export.payload import Layout, first_not_finite
 from shardproof.export.stream import WeightStream, agree_to_go_on, make_tensors
+from shardproof.shard.memory import host_memory
 from shardproof.shard.sharded_model import ShardedModel
 
 _ALIGNMENT = 64
@@ -107,8 +108,8 @@ class SharedWeights:
         path = None
         with together("export"):
             if dist.get_rank() == 0:
-                available = _available_bytes()
-                if available is not None and available < self._size:
+                available, total = host_memory()
+                if total and available < self._size:
                     message = f"the payload needs {self._size} bytes of memory, {available} are available."
                     raise fail(
                         "E408", "export", message, rank=0, fix="export a smaller dtype, or free memory"
@@ -255,14 +256,3 @@ def _place(
                 else:
                     where.append(slice(first, first + 1))
             target[tuple(where)].copy_(orient(held, piece.dims))
-
-
-def _available_bytes() -> int | None:
-    try:
-        with open("/proc/meminfo") as file:
-            for line in file:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return None

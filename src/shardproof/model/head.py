@@ -48,6 +48,13 @@ def can_chunk(head: nn.Module | None) -> bool:
     return isinstance(head, nn.Linear) and not hasattr(head, "base_layer")
 
 
+def chunk_bytes(num_tokens: int, vocabulary: int, is_fused: bool = False) -> int:
+    """How large one chunk of logits is, of which six exist at the head's peak."""
+    if is_fused:  # larger ones, but three of them and in 16 bits: as much as six of one byte
+        return min(num_tokens * vocabulary, _FUSED_CHUNK_ELEMENTS)
+    return min(num_tokens * vocabulary, _CHUNK_ELEMENTS) * 4
+
+
 def token_logprobs(
     hidden: torch.Tensor,
     head: nn.Linear,

@@ -44,13 +44,25 @@ def replay_routing() -> tuple[AbstractContextManager, AbstractContextManager]:
     Both passes take the chosen values with the same gather, so that they save the same tensors.
     """
     chosen: list[torch.Tensor] = []
-    return _RouteRecorder(chosen), _RouteReplayer(chosen)
+    return _Routing(chosen, replays=False), _Routing(chosen, replays=True)
 
 
-class _RouteRecorder(TorchFunctionMode):
-    def __init__(self, chosen: list[torch.Tensor]):
+class _Routing(TorchFunctionMode):
+    """Notes what `topk` chooses, or repeats what was noted.
+
+    One class for both passes: compiled code looks at the class of the mode it runs in, and a recompute in other
+    compiled code than the forward's may save other tensors.
+    """
+
+    def __init__(self, chosen: list[torch.Tensor], replays: bool):
         super().__init__()
         self.chosen = chosen
+        self.replays = replays
+        self.position = 0
+
+    def __enter__(self) -> Any:
+        self.position = 0  # a block may be recomputed more than once
+        return super().__enter__()
 
     def __torch_function__(
         self,
@@ -64,26 +76,13 @@ class _RouteRecorder(TorchFunctionMode):
             return func(*args, **kwargs)
         values = args[0] if args else kwargs["input"]
         dim = args[2] if len(args) > 2 else kwargs.get("dim", -1)
-        indices = self.indices(lambda: func(*args, **kwargs).indices)
+        indices = self._indices(lambda: func(*args, **kwargs).indices)
         return torch.return_types.topk((values.gather(dim, indices), indices))
 
-    def indices(self, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
+    def _indices(self, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
+        if self.replays:
+            self.position += 1
+            return self.chosen[self.position - 1]
         with torch.no_grad():  # with gradients on, topk would save a tensor that the recompute does not
-            found = compute()
-        self.chosen.append(found)
-        return found
-
-
-class _RouteReplayer(_RouteRecorder):
-    def __init__(self, chosen: list[torch.Tensor]):
-        super().__init__(chosen)
-        self.position = 0
-
-    def __enter__(self) -> Any:
-        self.position = 0  # a block may be recomputed more than once
-        return super().__enter__()
-
-    def indices(self, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
-        found = self.chosen[self.position]
-        self.position += 1
-        return found
+            self.chosen.append(compute())
+        return self.chosen[-1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -14,9 +15,12 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from shardproof.errors import fail
 from shardproof.model import hf_private
 from shardproof.model.buffers import compute_buffers, computed_values
+from shardproof.model.families import num_experts
 from shardproof.model.lora import inject_lora
 from shardproof.model.roles import CRITIC, REFERENCE, VALUE_HEAD, attach_value_head
 from shardproof.model.router import replay_routing
+
+AUTO = "auto"  # recompute what does not fit, decided in training
 
 
 @dataclass(frozen=True)
@@ -71,17 +75,32 @@ def build_skeleton(
     return Skeleton(model, role, writers, computed, lora is not None)
 
 
-def checkpoint_blocks(model: PreTrainedModel, every: int) -> None:
+def checkpoint_blocks(model: PreTrainedModel, every: int | str) -> None:
     """Recompute the activations of every `every`-th block in the backward pass; 0 keeps them all.
 
-    Blocks with a router replay the forward's routing, so that the recompute cannot take another path.
+    With "auto" every block is recomputed until training knows which need not be. A model with experts replays the
+    forward's routing, so that the recompute cannot take another path.
     """
-    if every <= 0:
+    step = int(model.supports_gradient_checkpointing) if every == AUTO else int(every)
+    if step <= 0:
         return
-    model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": replay_routing})
-    blocks = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    for index, block in enumerate(blocks):
-        block.gradient_checkpointing = index % every == 0
+    options: dict[str, Any] = {"use_reentrant": False}
+    if num_experts(model.config) is not None:
+        options["context_fn"] = replay_routing
+    model.gradient_checkpointing_enable(options)
+    blocks = recomputable_blocks(model)
+    set_recomputed(blocks, [index % step == 0 for index in range(len(blocks))])
+
+
+def recomputable_blocks(model: nn.Module) -> list[GradientCheckpointingLayer]:
+    """The blocks whose activations can be recomputed, in the order in which they run."""
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
+def set_recomputed(blocks: Sequence[GradientCheckpointingLayer], recomputed: Sequence[bool]) -> None:
+    """Which of the blocks the next forward pass recomputes; a block reads its flag at every call."""
+    for block, flag in zip(blocks, recomputed, strict=True):
+        block.gradient_checkpointing = flag
 
 
 def _with_base_layer(model: nn.Module, name: str) -> str:

@@ -28,7 +28,7 @@ from shardproof.model.experts import use_grouped_experts
 from shardproof.model.families import check_sequence_parallel
 from shardproof.model.inventory import Inventory, take_inventory
 from shardproof.model.roles import RoleModule
-from shardproof.model.skeleton import Skeleton, build_skeleton, checkpoint_blocks
+from shardproof.model.skeleton import AUTO, Skeleton, build_skeleton, checkpoint_blocks
 from shardproof.shard.attest import attest
 from shardproof.shard.fsdp1 import check_fsdp1, shard_fsdp1
 from shardproof.shard.fsdp2 import shard_fsdp2
@@ -66,7 +66,7 @@ def load(
     cpu_offload: bool = False,
     lora: Any = None,
     sequence_parallel: int = 1,
-    checkpoint_activations: bool | int = False,
+    checkpoint_activations: bool | int | str = False,
     revision: str | None = None,
     trust_remote_code: bool = False,
     attn_implementation: str | None = None,
@@ -77,7 +77,8 @@ def load(
     """A model of which this rank holds exactly its shard, read by itself, written once, and attested.
 
     `source` is a folder or hub id with safetensors, or `RandomInit(config, seed)`. Raises the same error on every rank.
-    `compile` compiles the transformer blocks; None does so on CUDA with 16-bit compute, where Triton is installed.
+    `compile` compiles the transformer blocks; None does so on CUDA with 16-bit compute and FSDP2, where
+    Triton is installed.
 
     Collective: every rank. Memory: this rank's shards; with FSDP1 also one unit.
     """
@@ -153,6 +154,7 @@ def _load(
         source=resolved.label,
         folder=resolved.folder,
         has_lora=skeleton.has_lora,
+        recomputes_as_needed=options.checkpoint_activations == AUTO,
         sequence_group=make_sequence_group(options.sequence_parallel),
     )
     with watch.stage("attest"):
@@ -173,7 +175,7 @@ def _skeleton(resolved: ResolvedSource, options: LoadOptions) -> Skeleton:
         attn_implementation=options.attn_implementation,
         experts_implementation=options.experts_implementation,
     )
-    checkpoint_blocks(skeleton.model, int(options.checkpoint_activations))
+    checkpoint_blocks(skeleton.model, options.checkpoint_activations)
     if options.compiles:
         compile_blocks(skeleton.model)
         if options.experts_implementation is None:

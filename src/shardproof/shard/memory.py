@@ -1,4 +1,4 @@
-"""Peak memory of a block of code."""
+"""Memory: what a block of code takes at its peak, and how much is free."""
 
 from __future__ import annotations
 
@@ -54,3 +54,30 @@ def anonymous_bytes() -> int:
     except OSError:
         pass
     return 0
+
+
+def free_memory(device: torch.device, sharers: int = 1) -> tuple[int, int]:
+    """(bytes that this process can still take, bytes that it could have in all) where `sharers` processes share.
+
+    On CUDA, what the allocator holds and does not use is free, and its own limit is respected. The host does not wait
+    for the device.
+    """
+    if device.type != "cuda":
+        available, total = host_memory()
+        return available // sharers, total // sharers
+    free, total = torch.cuda.mem_get_info(device)
+    held = torch.cuda.memory_allocated(device)
+    unused = torch.cuda.memory_reserved(device) - held
+    limit = int(total * torch.cuda.get_per_process_memory_fraction(device))
+    return min(free // sharers + unused, limit - held), min(total // sharers, limit)
+
+
+def host_memory() -> tuple[int, int]:
+    """(available, all) bytes of the host's memory; zeros where the system does not tell."""
+    try:
+        with open("/proc/meminfo") as info:
+            sizes = dict(line.split(":", 1) for line in info)
+        available, total = (int(sizes[name].split()[0]) * 1024 for name in ("MemAvailable", "MemTotal"))
+        return available, total
+    except (OSError, KeyError):
+        return 0, 0

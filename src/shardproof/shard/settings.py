@@ -13,6 +13,7 @@ from shardproof.dist.mesh import check_mesh, make_mesh
 from shardproof.errors import choose, fail
 from shardproof.model.compiling import can_compile
 from shardproof.model.roles import ROLES
+from shardproof.model.skeleton import AUTO
 
 FSDP1, FSDP2 = "fsdp1", "fsdp2"
 STRATEGIES = (FSDP2, FSDP1)
@@ -31,7 +32,7 @@ class LoadOptions:
     cpu_offload: bool
     lora: Any
     sequence_parallel: int
-    checkpoint_activations: bool | int  # True: every block; k: every k-th block
+    checkpoint_activations: bool | int | str  # True: every block; k: every k-th; "auto": what does not fit
     revision: str | None
     trust_remote_code: bool
     attn_implementation: str | None
@@ -40,8 +41,9 @@ class LoadOptions:
 
     @property
     def compiles(self) -> bool:
+        """Whether blocks are compiled. Under FSDP1 their parameters are views that torch.compile cannot trace."""
         if self.compile is None:
-            return can_compile(self.device, self.compute_dtype)
+            return self.strategy == FSDP2 and can_compile(self.device, self.compute_dtype)
         return self.compile
 
     def check(self) -> None:
@@ -55,6 +57,9 @@ class LoadOptions:
             )
         choose("settings", "role", self.role, ROLES)
         choose("settings", "strategy", self.strategy, STRATEGIES)
+        if not isinstance(self.checkpoint_activations, int) and self.checkpoint_activations != AUTO:
+            message = f"checkpoint_activations={self.checkpoint_activations!r} is not True, False, a number or {AUTO!r}."
+            raise fail("C001", "settings", message)
         for name in ("param_dtype", "compute_dtype", "reduce_dtype"):
             dtype = getattr(self, name)
             if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
@@ -64,6 +69,9 @@ class LoadOptions:
             raise fail(
                 "C001", "settings", message, fix="use strategy='fsdp2', or cpu_offload=False on a CPU machine"
             )
+        if self.strategy == FSDP1 and self.compile:
+            message = "strategy='fsdp1' with compile=True: torch.compile cannot trace FSDP1's parameters."
+            raise fail("C001", "settings", message, fix="use strategy='fsdp2', or leave compile out")
 
     def described(self) -> dict[str, str]:
         """The options as text, without this rank's own device number."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -25,6 +26,7 @@ from shardproof.train.batching import Batch, check_batch, spread, weigh
 from shardproof.train.guard import Verdict, agree, find_bad_gradient, local_square_norm, scale_gradients
 from shardproof.train.loss import Loss, Scored, find_loss
 from shardproof.train.metrics import MetricSums
+from shardproof.train.recompute import StepPlan, plan_recompute
 from shardproof.train.score import (
     Scoring,
     check_same_in_group,
@@ -123,6 +125,7 @@ class _Work:
 
     micro_batches: list[Batch]
     scoring: Scoring
+    recompute: StepPlan | None
     loss: Loss
     temperature: float
     router_coef: float
@@ -179,8 +182,9 @@ def _prepare(
     if policy.strategy == FSDP1 and policy.settings.cpu_offload and len(micro_batches) > 1:
         message = f"strategy='fsdp1' with cpu_offload=True cannot add up {len(micro_batches)} micro-batches."
         raise fail("C001", "train_step", message, fix="raise micro_batch_tokens, or use strategy='fsdp2'")
+    recompute = plan_recompute(policy, micro_batches, optimizer, scoring, every_token=bool(router_coef))
     num_tokens = sum(count[1] for count in counts) // policy.sequence_parallel
-    return _Work(micro_batches, scoring, loss, temperature, router_coef, num_tokens)
+    return _Work(micro_batches, scoring, recompute, loss, temperature, router_coef, num_tokens)
 
 
 def _check_request(
@@ -226,14 +230,15 @@ def _backward(policy: ShardedModel, work: _Work, index: int, sums: MetricSums) -
     """
     micro_batch = work.micro_batches[index]
     set_last_micro_batch(policy.module, index == len(work.micro_batches) - 1)
-    scored, router = score(
-        policy,
-        micro_batch,
-        work.scoring,
-        temperature=work.temperature,
-        want_entropy=work.loss.want_entropy,
-        want_router=bool(work.router_coef),
-    )
+    with work.recompute.forward(index) if work.recompute is not None else nullcontext():
+        scored, router = score(
+            policy,
+            micro_batch,
+            work.scoring,
+            temperature=work.temperature,
+            want_entropy=work.loss.want_entropy,
+            want_router=bool(work.router_coef),
+        )
     row = scored.values if policy.role == CRITIC else scored.logps
     if len(micro_batch):
         total = _weighted_loss(policy, micro_batch, work, scored, router, sums)
