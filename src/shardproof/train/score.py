@@ -398,5 +398,6 @@ def _probe(policy: ShardedModel, probe: Batch, scoring: Scoring) -> torch.Tensor
     except (TypeError, ValueError, AttributeError, NotImplementedError, RuntimeError) as error:
         if scoring.attention == "eager" and not scoring.chunked:
             raise
-        return str(error).splitlines()[0]
+        first, *more = str(error).splitlines()
+        return f"{first} {more[0]}" if first.endswith(":") and more else first
     return torch.cat([row.values if policy.role == CRITIC else row.logps for row in rows])
