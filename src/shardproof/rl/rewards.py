@@ -110,6 +110,7 @@ class PendingRewards(contextlib.AbstractContextManager["PendingRewards"]):
         self._complete = self._given_up = False
         self._failure: BaseException | None = None
         self._thread: threading.Thread | None = None
+        self._ended = threading.Event()
 
     def __exit__(self, *exception: object) -> None:
         self.give_up()
@@ -156,7 +157,8 @@ class PendingRewards(contextlib.AbstractContextManager["PendingRewards"]):
     def _join(self) -> None:
         if self._thread is not None:
             self._wake()
-            self._thread.join()
+            # Not the thread's own join: interrupted once, it takes a running thread for an ended one.
+            self._ended.wait()
             self._thread = None
             self._bell.close()
             self._rope.close()
@@ -182,6 +184,7 @@ class PendingRewards(contextlib.AbstractContextManager["PendingRewards"]):
             self._failure = error
         finally:
             crew.give_up()
+            self._ended.set()
 
     def _record(self, call: Call, outcome: Outcome) -> None:
         index, name, (prompt, completion, _) = call
