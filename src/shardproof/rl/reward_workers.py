@@ -122,11 +122,12 @@ class _Worker:
 
 
 class Crew:
-    """The workers of a rank. One thread at a time may use it."""
+    """The workers of a rank. A thread that uses them holds the lock."""
 
     def __init__(self, names: Sequence[str], num_workers: int, timeout_s: float):
         self._names, self._num_workers, self._timeout_s = names, num_workers, timeout_s
         self.workers: list[_Worker] = []
+        self.lock = threading.Lock()
 
     def start(self) -> None:
         """Start every worker, and wait until each has imported the rewards."""

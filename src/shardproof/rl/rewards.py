@@ -26,6 +26,8 @@ from shardproof.rl.reward_functions import (
 )
 from shardproof.rl.reward_workers import Call, Crew
 
+_START_S = 1.0  # after which a thread that has not started was interrupted before it could
+
 
 @dataclass(frozen=True)
 class RewardSpec:
@@ -150,15 +152,20 @@ class PendingRewards(contextlib.AbstractContextManager["PendingRewards"]):
             self._bell, self._rope = Pipe(duplex=False)
         self._rope.send_bytes(b"!")
         if self._thread is None:
-            thread = threading.Thread(target=self._work, name="shardproof rewards", daemon=True)
-            thread.start()
-            self._thread = thread
+            # Known before it runs: an interrupt may come at any time from then on, and it must be ended then too.
+            self._thread = threading.Thread(target=self._work, name="shardproof rewards", daemon=True)
+            try:
+                self._thread.start()
+            except RuntimeError:
+                self._thread = None
+                raise
 
     def _join(self) -> None:
         if self._thread is not None:
             self._wake()
             # Not the thread's own join: interrupted once, it takes a running thread for an ended one.
-            self._ended.wait()
+            while not self._ended.wait(_START_S) and self._thread.ident is not None:
+                pass
             self._thread = None
             self._bell.close()
             self._rope.close()
@@ -166,6 +173,7 @@ class PendingRewards(contextlib.AbstractContextManager["PendingRewards"]):
     def _work(self) -> None:
         """The thread: hand calls to the workers and record their answers until all samples are there and scored."""
         crew = self._runner.crew
+        crew.lock.acquire()
         try:
             while not self._given_up:
                 if self._bell.poll():
@@ -184,6 +192,7 @@ class PendingRewards(contextlib.AbstractContextManager["PendingRewards"]):
             self._failure = error
         finally:
             crew.give_up()
+            crew.lock.release()
             self._ended.set()
 
     def _record(self, call: Call, outcome: Outcome) -> None:
