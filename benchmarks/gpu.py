@@ -220,22 +220,27 @@ def print_results(results: dict[str, Any]) -> None:
 
 def ratio(results: dict[str, Any], part: str, name: str) -> str:
     """How many times as fast as this row ours is."""
-    ours = results[part].get(OURS)
-    return f"{results[part][name]['step_s'] / ours['step_s']:.2f}" if ours and name != OURS else ""
+    found = speedup(results, part, name)
+    return f"{found:.2f}" if found and name != OURS else ""
 
 
-def speedup(rows: dict[str, dict[str, float]]) -> float | None:
-    """How many times as fast as the fastest of the peers ours is; None where one of the two is not there."""
-    peers = [row["step_s"] for name, row in rows.items() if name != OURS]
-    return min(peers) / rows[OURS]["step_s"] if peers and OURS in rows else None
+def speedup(results: dict[str, Any], part: str, name: str) -> float | None:
+    """How many times as fast as the peer ours is; None where one of the two is not there."""
+    ours, peer = (results.get(part, {}).get(each) for each in (OURS, name))
+    return peer["step_s"] / ours["step_s"] if ours and peer else None
 
 
 def judge(results: dict[str, Any]) -> dict[str, str]:
     """Each bar, and whether it was met."""
     dense, moe, decode = (results.get(part, {}).get(OURS) for part in (DENSE, MOE, DECODE))
-    update, step = speedup(results.get(DENSE, {})), speedup(results.get(RL, {}))
+    step = speedup(results, RL, gpu_peers.GRPO)
+    updates = {name: speedup(results, DENSE, name) for name in (gpu_peers.SFT, gpu_peers.SFT_TUNED)}
     met = {
-        f"update at least {MIN_UPDATE_RATIO:g} times TRL's": update and update >= MIN_UPDATE_RATIO,
+        **{
+            f"update at least {MIN_UPDATE_RATIO:g} times as fast as {name}": found
+            and found >= MIN_UPDATE_RATIO
+            for name, found in updates.items()
+        },
         f"dense MFU at least {MIN_DENSE_MFU:.0%}, peak under {MAX_DENSE_PEAK // GIB} GiB": dense
         and (dense["mfu"] >= MIN_DENSE_MFU and dense["peak_bytes"] < MAX_DENSE_PEAK),
         f"MoE MFU at least {MIN_MOE_MFU:.0%}": moe and moe["mfu"] >= MIN_MOE_MFU,

@@ -52,10 +52,11 @@ def _version(package: str) -> str:
 
 def describe_commit() -> str | None:
     """The commit that is measured, '+dirty' appended where files that matter differ from it; None without one."""
+    if told := os.environ.get("SHARDPROOF_COMMIT"):
+        return told  # a copy of the tree without its history, on a machine that only measures, is told what it is
     commit = _git("rev-parse", "--verify", "HEAD")
     if not commit:
-        # A copy of the tree without its history, on a machine that only measures, is told what it is a copy of.
-        return os.environ.get("SHARDPROOF_COMMIT")
+        return None
     return f"{commit}+dirty" if _git("status", "--porcelain", "--", *_MEASURED_PATHS) else commit
 
 

@@ -73,6 +73,11 @@ def test_fsdp1_offload_without_an_accelerator():
     assert_refused(run_ranks_outcomes(2, load_random, option), "C001", "cpu_offload", "strategy='fsdp2'")
 
 
+def test_fsdp1_compiled():
+    option = {"strategy": "fsdp1", "compile": True}
+    assert_refused(run_ranks_outcomes(2, load_random, option), "C001", "compile=True", "strategy='fsdp2'")
+
+
 def test_unknown_device():
     assert_refused(run_ranks_outcomes(2, load_random, {"device": "gpu"}), "C001", "device='gpu'")
 

@@ -12,7 +12,14 @@ import transformers
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, conversion_mapping, core_model_loading, initialization
+from transformers import (
+    AutoModelForCausalLM,
+    activations,
+    conversion_mapping,
+    core_model_loading,
+    initialization,
+)
+from transformers.integrations import moe
 
 from shardproof.model import hf_private
 from shardproof.shard import torch_private
@@ -46,6 +53,8 @@ def meta_model(family):
         (conversion_mapping, ["get_model_conversion_mapping", "register_checkpoint_conversion_mapping"]),
         (core_model_loading, ["WeightConverter", "WeightRenaming", "dot_natural_key", "rename_source_key"]),
         (initialization, ["no_init_weights"]),
+        (moe, ["ALL_EXPERTS_FUNCTIONS", "_default_apply_gate"]),
+        (activations, ["SiLUActivation"]),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -60,6 +69,13 @@ def test_conversion_rules_and_what_a_converter_offers():
     assert missing(converters[0], needed) == [], f"moved out of WeightConverter; {HF_FILE}"
     assert {"layer_name", "model", "config"} <= set(parameters_of(converters[0].convert)), HF_FILE
     assert all(isinstance(pattern, str) for pattern in converters[0].source_patterns), HF_FILE
+
+
+def test_experts_say_how_they_are_built():
+    (experts, *_) = hf_private.expert_modules(meta_model("qwen3_moe"))
+    names = ["has_gate", "has_bias", "is_transposed", "act_fn", "gate_up_proj", "down_proj", "_apply_gate"]
+    assert missing(experts, names) == [], f"moved out of the experts' classes; {HF_FILE}"
+    assert hasattr(experts.config, "_experts_implementation_internal"), HF_FILE
 
 
 def test_rename_source_key():

@@ -162,7 +162,9 @@ def choose(
         tokens = every.argmax(dim=-1)
         return tokens, every.gather(1, tokens[:, None]).squeeze(1)
     if sampling.top_p == 1.0:
-        return fused(_sample, logits)(logits, uniform, sampling.temperature)
+        # For a single row, compiled code would be compiled again.
+        sample = fused(_sample, logits) if len(logits) > 1 else _sample
+        return sample(logits, uniform, sampling.temperature)
     blocks, _ = _weigh(logits, sampling.temperature)
     blocks = _nucleus(blocks.flatten(1), sampling.top_p).view_as(blocks)
     return _invert(blocks, blocks.sum(-1, dtype=torch.float64), uniform, logits.shape[1])
