@@ -185,6 +185,7 @@ def train_within(checkpoint_activations: bool | str, limit: int | None) -> dict[
             sp.RandomInit(config),
             device="cuda",
             checkpoint_activations=checkpoint_activations,
+            compile=False,  # blocks as written keep more, so that a limit tells
             progress=False,
         )
         optimizer = sp.make_optimizer(policy, lr=1e-4)

@@ -173,14 +173,22 @@ class _Wrong:
         return self._step(ids, positions).roll(1, -1)
 
 
-def test_kernels_that_differ_from_the_model_are_not_used(monkeypatch, caplog):
+class _Failing(_Wrong):
+    """A step whose kernels do not compile."""
+
+    def __call__(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("no such instruction")
+
+
+@pytest.mark.parametrize(("step", "reason"), [(_Wrong, "differ"), (_Failing, "no such instruction")])
+def test_kernels_that_are_wrong_are_not_used(monkeypatch, caplog, step, reason):
     import shardproof.rollout.static as static
 
-    monkeypatch.setattr(static, "FusedStep", _Wrong)
+    monkeypatch.setattr(static, "FusedStep", step)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(DENSE, dtype=torch.bfloat16).to(CUDA).eval()
     decoder = static.FixedDecoder(model, CUDA)
     with torch.no_grad():
         assert len(decoder([Request((5, 6, 7), 0)], Sampling(4), 0)[0].tokens) == 4
     assert decoder._fuses is False
-    assert "differ" in caplog.text
+    assert reason in caplog.text

@@ -6,9 +6,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from shardproof.rollout import static
 from shardproof.rollout.decode import decode
 from shardproof.rollout.engine import Request, Sampling
-from shardproof.rollout.static import FixedDecoder, fits
+from shardproof.rollout.static import FixedDecoder, ModelStep, fits
 from tests.models import make_checkpoint
 
 CPU = torch.device("cpu")
@@ -78,6 +79,37 @@ def test_memory_is_used_again_and_leaves_nothing_behind(model):
         with torch.no_grad():
             model.model.embed_tokens.weight.mul_(1.01)
     assert len(decoder._loops) == 1
+
+
+class OtherStep(ModelStep):
+    """A fused step that can be told to compute something else, or to fail."""
+
+    fault = None
+
+    def __init__(self, model, rows, capacity):
+        super().__init__(model, rows, capacity, CPU)
+
+    def __call__(self, ids, positions):
+        if self.fault == "fails":
+            raise RuntimeError("no such instruction")
+        logits = super().__call__(ids, positions)
+        return logits.roll(1, -1) if self.fault == "differs" else logits
+
+
+@pytest.mark.parametrize(
+    ("fault", "used", "said"),
+    [(None, True, ""), ("differs", False, "differ by"), ("fails", False, "no such instruction")],
+)
+def test_a_fused_step_is_used_if_it_computes_what_the_model_does(
+    model, monkeypatch, caplog, fault, used, said
+):
+    monkeypatch.setattr(static, "FusedStep", type("Step", (OtherStep,), {"fault": fault}))
+    decoder = FixedDecoder(model, CPU)
+    decoder._fuses = None  # it could, and has not been compared
+    requests = [Request(prompt, seed) for seed, prompt in enumerate(PROMPTS)]
+    assert_same(fixed(decoder, requests, Sampling(9)), grown(model, requests, Sampling(9)))
+    assert decoder._fuses is used
+    assert said in caplog.text
 
 
 def test_no_requests(model):

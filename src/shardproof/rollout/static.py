@@ -31,7 +31,8 @@ _LENGTH_STEP = (
 )
 _CHECK_EVERY = 16  # steps between two looks at whether every row has finished
 _KEPT = 3  # graphs: for training, for evaluation, and for the canary
-_MAX_DISTANCE = 0.1  # of two steps' log-probs, by how likely the tokens are
+_COMPARED = 4  # rows on which fused kernels are compared with the model
+_MAX_DISTANCE = 0.1  # of their log-probs, by how likely the tokens are
 
 
 def grouped_attention(
@@ -133,7 +134,7 @@ class FixedDecoder:
         if loop is None:
             while len(self._loops) >= _KEPT:
                 self._loops.pop(next(iter(self._loops)))
-            loop = _Loop(self._step(started, len(requests), length), len(requests), sampling, self._device)
+            loop = _Loop(self._step(requests, length), len(requests), sampling, self._device)
         self._loops[key] = loop
         tokens, logprobs = loop.run(started, [request.seed for request in requests])
         return [
@@ -141,32 +142,34 @@ class FixedDecoder:
             for row, scores in zip(tokens.tolist(), logprobs.tolist(), strict=True)
         ]
 
-    def _step(self, started: Prefilled, rows: int, length: int) -> Step:
+    def _step(self, requests: Sequence[Request], length: int) -> Step:
         """The fastest step that computes what the model computes."""
-        if self._fuses is False:
-            return ModelStep(self._model, rows, length, self._device)
-        fused = FusedStep(self._model, rows, length)
         if self._fuses is None:
-            written = ModelStep(self._model, rows, length, self._device)
-            self._fuses = _agree(fused, written, started)
-            if not self._fuses:
-                logger.warning(
-                    "decoding without fused kernels: they differ from %s", type(self._model).__name__
-                )
-                return written
-        return fused
+            problem = self._compare(requests[:_COMPARED])
+            self._fuses = problem is None
+            if problem is not None:
+                logger.warning("decoding without fused kernels: %s", problem)
+        if self._fuses:
+            return FusedStep(self._model, len(requests), length)
+        return ModelStep(self._model, len(requests), length, self._device)
 
-
-def _agree(fused: Step, written: Step, started: Prefilled) -> bool:
-    """Whether two steps say the same of a likely next token, but for what 16 bits cannot say."""
-    ids, positions = started.logits.argmax(-1, keepdim=True), started.last_positions + 1
-    found = []
-    for step in (fused, written):
-        step.fill(started)
-        found.append(torch.log_softmax(step(ids, positions).float(), -1))
-    # Likely tokens count: what is hardly ever drawn may be far off.
-    distance = (found[1].exp() * (found[0] - found[1]).abs()).sum(-1).max()
-    return bool(distance < _MAX_DISTANCE)  # NaN is none
+    def _compare(self, requests: Sequence[Request]) -> str | None:
+        """Why fused kernels cannot be used: they fail, or say something else of the next token than the model."""
+        started = Prefilled(self._model, requests, self._device)
+        ids, positions = started.logits.argmax(-1, keepdim=True), started.last_positions + 1
+        length = started.length + 1
+        written = ModelStep(self._model, len(requests), length, self._device)
+        try:
+            fused = FusedStep(self._model, len(requests), length)
+            found = []
+            for step in (fused, written):
+                step.fill(started)
+                found.append(torch.log_softmax(step(ids, positions).float(), -1))
+        except Exception as error:  # whatever a kernel's compiler and launcher raise
+            return f"they failed ({type(error).__name__}: {error})"
+        # Likely tokens count: what is hardly ever drawn may be far off.
+        distance = float((found[1].exp() * (found[0] - found[1]).abs()).sum(-1).max())
+        return None if distance < _MAX_DISTANCE else f"their log-probs differ by {distance:.3g}"
 
 
 def _completion(tokens: list[int], logprobs: list[float], sampling: Sampling, version: int) -> Completion:
