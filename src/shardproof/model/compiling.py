@@ -8,6 +8,8 @@ symbols in it, so micro-batches of other lengths use it too.
 from __future__ import annotations
 
 import importlib.util
+import os
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import cache
@@ -22,10 +24,11 @@ from shardproof.model import hf_private
 
 @cache
 def can_compile(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether compiled blocks are worth having here: on CUDA in 16 bits, where kernels wait for memory."""
+    """Whether compiled code is worth having, on CUDA in 16 bits, and can be had: Triton needs a C compiler too."""
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return False
-    return importlib.util.find_spec("triton") is not None
+    compilers = (os.environ.get("CC"), "cc", "gcc", "clang")
+    return importlib.util.find_spec("triton") is not None and any(map(shutil.which, filter(None, compilers)))
 
 
 def fused(function: Callable[..., Any], like: torch.Tensor) -> Callable[..., Any]:
