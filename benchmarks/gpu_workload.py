@@ -29,8 +29,8 @@ _NUM_PROMPTS = 64
 _NUM_SFT_IDS = 1000  # ids of the sequences that updates train on
 
 
-def dense_config(tiny: bool) -> Any:
-    """The shape of Qwen3-1.7B."""
+def dense_config(tiny: bool = False, num_layers: int = 28) -> Any:
+    """The shape of Qwen3-1.7B, with fewer layers if asked."""
     from transformers import Qwen3Config
 
     if tiny:
@@ -39,7 +39,7 @@ def dense_config(tiny: bool) -> Any:
             num_key_value_heads=2, head_dim=16, vocab_size=1000, tie_word_embeddings=True,
         )  # fmt: skip
     return Qwen3Config(
-        num_hidden_layers=28, hidden_size=2048, intermediate_size=6144, num_attention_heads=16,
+        num_hidden_layers=num_layers, hidden_size=2048, intermediate_size=6144, num_attention_heads=16,
         num_key_value_heads=8, head_dim=128, vocab_size=151936, tie_word_embeddings=True,
     )  # fmt: skip
 

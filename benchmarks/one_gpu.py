@@ -16,11 +16,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from transformers import Qwen3Config
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import shardproof as sp
+from benchmarks.gpu_workload import dense_config
 from benchmarks.reporting import (
     add_json_option,
     describe_environment,
@@ -32,19 +32,6 @@ from benchmarks.reporting import (
 GIB = 2**30
 
 
-def qwen3_1_7b(num_layers: int) -> Qwen3Config:
-    return Qwen3Config(
-        vocab_size=151936,
-        hidden_size=2048,
-        intermediate_size=6144,
-        num_hidden_layers=num_layers,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        head_dim=128,
-        tie_word_embeddings=True,
-    )
-
-
 def run(rank: int, world: int, backend: str, port: int, work: str, num_layers: int, results: Any) -> None:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -54,7 +41,10 @@ def run(rank: int, world: int, backend: str, port: int, work: str, num_layers: i
     folder = Path(work) / "model"
     if not folder.exists():
         policy = sp.load(
-            sp.RandomInit(qwen3_1_7b(num_layers)), device="cuda", param_dtype=torch.bfloat16, progress=False
+            sp.RandomInit(dense_config(num_layers=num_layers)),
+            device="cuda",
+            param_dtype=torch.bfloat16,
+            progress=False,
         )
         sp.save_pretrained(policy, folder)
         del policy

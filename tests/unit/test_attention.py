@@ -153,7 +153,13 @@ def test_an_argument_it_does_not_have_is_refused_by_name(options, word):
 
 
 def test_unknown_arguments_that_are_none_are_no_request():
-    packed_attention(Attention(2), *make_states(2), None, packing=make_packing(), alibi_slopes=None)
+    torch.manual_seed(0)
+    states = make_states(2)
+    plain, with_none = (
+        packed_attention(Attention(2), *states, None, packing=make_packing(), **options)[0]
+        for options in ({}, {"alibi_slopes": None})
+    )
+    assert torch.equal(plain, with_none)
 
 
 def test_a_mask_is_refused():

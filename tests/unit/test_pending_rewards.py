@@ -1,6 +1,5 @@
 """Rewards in the background: samples in parts, callers that are busy, and scoring that is given up."""
 
-import sys
 import threading
 import time
 
@@ -30,11 +29,8 @@ def meet(prompt, completion, row):
 
 
 @pytest.fixture(autouse=True)
-def users(tmp_path, monkeypatch):
-    (tmp_path / "meeting_rewards.py").write_text(USERS)
-    monkeypatch.syspath_prepend(tmp_path)
-    yield tmp_path
-    sys.modules.pop("meeting_rewards", None)
+def users(user_module):
+    return user_module("meeting_rewards", USERS)
 
 
 @pytest.fixture(autouse=True)

@@ -57,11 +57,8 @@ judge = Judge()
 
 
 @pytest.fixture(autouse=True)
-def users(tmp_path, monkeypatch):
-    (tmp_path / "users_rewards.py").write_text(USERS)
-    monkeypatch.syspath_prepend(tmp_path)
-    yield tmp_path
-    sys.modules.pop("users_rewards", None)
+def users(user_module):
+    return user_module("users_rewards", USERS)
 
 
 @pytest.fixture

@@ -12,9 +12,8 @@ from shardproof.dist.region import open_region
 from shardproof.export.payload import Layout
 
 _ALIGNMENT = 16
-Packs = list[
-    tuple[list[int], int]
-]  # for each rank: where it packs each tensor, in bytes, and how much it packs
+# For each rank: where it packs each tensor, in bytes, and how much it packs.
+Packs = list[tuple[list[int], int]]
 
 
 class Gatherer:

@@ -168,8 +168,13 @@ def is_plain_gated(experts: nn.Module) -> bool:
         and experts.is_transposed is False
         and getattr(experts, "is_concatenated", True) is True
         and type(experts)._apply_gate is _default_apply_gate
-        and isinstance(experts.act_fn, nn.SiLU | SiLUActivation)
+        and is_silu(experts.act_fn)
     )
+
+
+def is_silu(activation: object) -> bool:
+    """Whether a module is SiLU, torch's or transformers' own."""
+    return isinstance(activation, nn.SiLU | SiLUActivation)
 
 
 def set_experts_implementation(experts: Sequence[nn.Module], name: str) -> None:

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 from transformers import PreTrainedModel
-from transformers.activations import SiLUActivation
 
+from shardproof.model import hf_private
 from shardproof.model.compiling import can_compile
 from shardproof.model.families import MOVING_ROPE
 from shardproof.rollout.decode import Prefilled
@@ -61,7 +61,7 @@ def _is_plain_block(block: Any) -> bool:
         and len({each.bias is None for each in (attention.q_proj, attention.k_proj, attention.v_proj)}) == 1
         and all(hasattr(norm, "variance_epsilon") for norm in norms)
         and all(getattr(attention, name).weight.shape == (width,) for name in names & _HEAD_NORMS)
-        and isinstance(mlp.act_fn, nn.SiLU | SiLUActivation)
+        and hf_private.is_silu(mlp.act_fn)
         and width in _HEAD_WIDTHS
     )
 

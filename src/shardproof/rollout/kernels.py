@@ -119,6 +119,19 @@ def _gate_kernel(
 
 
 @triton.jit
+def _rotate(low, high, cos_low, cos_high, sin_low, sin_high, dtype: tl.constexpr):
+    """Both halves of a head after its rotation by position."""
+    return (low * cos_low - high * sin_low).to(dtype), (high * cos_high + low * sin_high).to(dtype)
+
+
+@triton.jit
+def _similarity(query_low, query_high, key_low, key_high):
+    """Of each of some queries with one key, in float32."""
+    similarity = tl.sum(query_low.to(tl.float32) * key_low.to(tl.float32)[None, :], 1)
+    return similarity + tl.sum(query_high.to(tl.float32) * key_high.to(tl.float32)[None, :], 1)
+
+
+@triton.jit
 def _attend_block(query_low, query_high, key_low, key_high, value, there, scale, peak, norm, total):
     """The running softmax after a block of cached tokens, of which those `there` count."""
     scores = tl.dot(query_low, tl.trans(key_low))
@@ -187,17 +200,16 @@ def _attend_kernel(
         k_scale = tl.rsqrt((tl.sum(k_low * k_low, 0) + tl.sum(k_high * k_high, 0)) / WIDTH + eps)
         k_low *= k_scale * k_weight_low
         k_high *= k_scale * k_weight_high
-    dtype = keys_ptr.dtype.element_ty
-    query_low = (q_low * cos_low[None, :] - q_high * sin_low[None, :]).to(dtype)
-    query_high = (q_high * cos_high[None, :] + q_low * sin_high[None, :]).to(dtype)
-    key_low = (k_low * cos_low - k_high * sin_low).to(dtype)
-    key_high = (k_high * cos_high + k_low * sin_high).to(dtype)
+    dtype: tl.constexpr = keys_ptr.dtype.element_ty
+    query_low, query_high = _rotate(
+        q_low, q_high, cos_low[None, :], cos_high[None, :], sin_low[None, :], sin_high[None, :], dtype
+    )
+    key_low, key_high = _rotate(k_low, k_high, cos_low, cos_high, sin_low, sin_high, dtype)
     tl.store(keys_ptr + store + position * WIDTH + low, key_low)
     tl.store(keys_ptr + store + position * WIDTH + HALF + low, key_high)
     tl.store(values_ptr + store + position * WIDTH + whole, new_value.to(dtype))
     # The new token itself is where the running softmax begins; what the cache held before it follows.
-    peak = tl.sum(query_low.to(tl.float32) * key_low.to(tl.float32)[None, :], 1)
-    peak = (peak + tl.sum(query_high.to(tl.float32) * key_high.to(tl.float32)[None, :], 1)) * scale
+    peak = _similarity(query_low, query_high, key_low, key_high) * scale
     norm = tl.full([BLOCK_G], 1.0, tl.float32)
     total = tl.zeros([BLOCK_G, WIDTH], tl.float32) + new_value.to(dtype).to(tl.float32)[None, :]
     peak, norm, total = _attend_block(
@@ -222,7 +234,7 @@ def project(
     """x [rows, k] times up to three weights [n, k], side by side: partial sums [shares, rows, n of all] in float32."""
     rows, k = x.shape
     n = sum(map(len, weights))
-    shares = num_shares(n, k)
+    shares = _num_shares(n, k)
     first, second, third = (*weights, weights[0], weights[0])[:3]
     given = biases if biases is not None else weights
     block_m = 16 if rows <= 16 else 32 if rows <= 32 else 64
@@ -237,7 +249,7 @@ def project(
     return out
 
 
-def num_shares(n: int, k: int) -> int:
+def _num_shares(n: int, k: int) -> int:
     """Into how many shares a weight's columns go, so that all multiprocessors have some of it to read."""
     shares = 1
     while n // _BLOCK_N * shares < _TARGET_BLOCKS and k // _BLOCK_K % (2 * shares) == 0:

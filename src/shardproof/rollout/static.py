@@ -26,9 +26,8 @@ from shardproof.rollout.fused import FusedStep, can_fuse
 logger = logging.getLogger(__name__)
 
 FIXED = "shardproof_fixed_cache"
-_LENGTH_STEP = (
-    128  # cache lengths are rounded up to this, so that prompts of other lengths use the same graph
-)
+# Cache lengths are rounded up to this, so that prompts of other lengths use the same graph.
+_LENGTH_STEP = 128
 _CHECK_EVERY = 16  # steps between two looks at whether every row has finished
 _KEPT = 3  # graphs: for training, for evaluation, and for the canary
 _COMPARED = 4  # rows on which fused kernels are compared with the model

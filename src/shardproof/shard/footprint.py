@@ -15,7 +15,7 @@ _REDUCE_BYTES = 4
 
 def unit_groups(inventory: Inventory, units: Sequence[str]) -> list[list[TensorInfo]]:
     """Parameters by FSDP unit, the root's last."""
-    named = {unit: [] for unit in units}  # type: dict[str, list[TensorInfo]]
+    named: dict[str, list[TensorInfo]] = {unit: [] for unit in units}
     root: list[TensorInfo] = []
     for info in inventory.parameters:
         home = next((unit for unit in units if info.name.startswith(f"{unit}.")), None)

@@ -121,9 +121,8 @@ class Recompute:
             self.blocks, self.kinds = [], []
         self.samples = {len(self.kinds) - 1 - self.kinds[::-1].index(kind) for kind in self.kinds}
         self.measured: list[Measurement] = []
-        self.counts: Sequence[
-            int
-        ] = ()  # of the last step's micro-batches; more than there are blocks: a probe
+        # Of the last step's micro-batches; more than there are blocks: a probe.
+        self.counts: Sequence[int] = ()
         self._free = free
         self._device = policy.device
         self._sharers = _sharers(policy.device)
