@@ -1,5 +1,6 @@
 """Where numbers go: the lines of a resumed run, and what is shown while a run goes on."""
 
+import contextlib
 import json
 import os
 import pty
@@ -39,6 +40,15 @@ def test_without_a_terminal_each_step_is_a_line(capsys):
     assert line.startswith(f"step 5/10  {SHOWN}  left ")
 
 
+def read_all(terminal):
+    """What was written to a terminal that is closed on the other side; one read may give a part of it."""
+    parts = []
+    with contextlib.suppress(OSError):
+        while part := os.read(terminal, 65536):
+            parts.append(part)
+    return b"".join(parts)
+
+
 def test_on_a_terminal_one_line_is_redrawn(monkeypatch):
     ours, theirs = pty.openpty()
     monkeypatch.setenv("COLUMNS", "140")
@@ -47,7 +57,7 @@ def test_on_a_terminal_one_line_is_redrawn(monkeypatch):
         progress = Progress(num_steps=10, first_step=4)
         progress.log(5, METRICS)
         progress.close()
-    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", os.read(ours, 65536).decode())
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", read_all(ours).decode())
     os.close(ours)
     last = text.rstrip().splitlines()[-1].split("\r")[-1]
     assert "5/10" in last and SHOWN in last, text
