@@ -10,8 +10,9 @@ Updates: bfloat16 compute, float32 weights, sequences of 128 to 2048 tokens draw
 only their own tokens count, not padding. TRL trains as it does by default, and tuned: with activations kept and batches
 of similar lengths. MFU is 6 N operations a token over the rate of a large bfloat16 matmul measured in the same run; N
 counts the head once and, of experts, the active ones. Decoding: the floor of a step is the time in which the measured
-copy bandwidth moves the weights once. GRPO: a whole step, from prompts to an engine that holds the new weights; all
-completions have the same length, and TRL samples with transformers' generate.
+copy bandwidth moves once the weights that it reads, of experts those that are visited. GRPO: a whole step, from prompts
+to an engine that holds the new weights; all completions have the same length, and TRL samples with transformers'
+generate.
 """
 
 from __future__ import annotations
@@ -47,10 +48,11 @@ from benchmarks.reporting import (
     write_json,
 )
 
-DECODE, DENSE, MOE, RL = "decode", "dense", "moe", "grpo"
+DECODE, DECODE_MOE, DENSE, MOE, RL = "decode", "decode-moe", "dense", "moe", "grpo"
 # By part: the first contender is ours, the others are its peers.
 CONTENDERS: dict[str, dict[str, Callable[[argparse.Namespace], dict[str, Row]]]] = {
-    DECODE: {OURS: gpu_ours.decode_shardproof, gpu_peers.BATCHING: gpu_peers.decode_transformers},
+    DECODE: {OURS: gpu_ours.decode_dense_shardproof, gpu_peers.BATCHING: gpu_peers.decode_transformers},
+    DECODE_MOE: {OURS: gpu_ours.decode_moe_shardproof},
     DENSE: {
         OURS: gpu_ours.dense_shardproof,
         gpu_peers.SFT: gpu_peers.sft_trl,
@@ -181,7 +183,7 @@ def add_shares(part: str, row: dict[str, float], machine: dict[str, float]) -> N
     """Add to a row what share of the machine's rates it reaches."""
     if part in (DENSE, MOE):
         row["mfu"] = 6 * machine[f"active_{part}"] * row["tokens_per_s"] / machine["matmul_rate"]
-    elif part == DECODE:
+    elif part in (DECODE, DECODE_MOE):
         row["floor_s"] = row["weight_bytes"] / machine["bandwidth"]
         row["of_floor"] = row["floor_s"] / row["step_s"]
 
@@ -200,11 +202,12 @@ def print_results(results: dict[str, Any]) -> None:
         ]  # fmt: skip
         title = f"update; a bfloat16 matmul runs at {machine['matmul_rate'] / 1e12:.0f} TFLOP/s"
         print_table(title, ["", "tokens/s", "step s", "MFU", "peak GiB", "speedup"], rows)
-    if DECODE in results:
+    decoded = [(part, *item) for part in (DECODE, DECODE_MOE) for item in results.get(part, {}).items()]
+    if decoded:
         rows = [
-            [name, f"{row['step_s'] * 1e3:.2f}", f"{row['floor_s'] * 1e3:.2f}", f"{100 * row['of_floor']:.0f}%",
+            [f"{part}: {name}", f"{row['step_s'] * 1e3:.2f}", f"{row['floor_s'] * 1e3:.2f}", f"{100 * row['of_floor']:.0f}%",
              f"{row['steps']}", f"{row['whole_s']:.2f}"]
-            for name, row in results[DECODE].items()
+            for part, name, row in decoded
         ]  # fmt: skip
         title = f"decoding; copies move {machine['bandwidth'] / 1e12:.2f} TB/s"
         print_table(title, ["", "ms a step", "floor ms", "of the floor", "tokens", "whole s"], rows)

@@ -8,6 +8,7 @@ import os
 import socket
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,13 @@ from benchmarks.gpu_workload import (
     sequences,
     text_prompts,
 )
+from shardproof.model import hf_private
 
 OURS = "shardproof"
 MODEL_STEP = "shardproof, graphs of the model as written"
 EAGER = "shardproof, without graphs"
 _EAGER_STEPS = 65  # enough for a step that takes long to launch
+_COUNTED_STEPS = 17  # in which visited experts are counted
 
 
 def join_group() -> None:
@@ -74,32 +77,69 @@ def moe_shardproof(options: argparse.Namespace) -> dict[str, Row]:
     return update_shardproof(moe_config(options.tiny), options)
 
 
-def decode_shardproof(options: argparse.Namespace) -> dict[str, Row]:
+def decode_dense_shardproof(options: argparse.Namespace) -> dict[str, Row]:
+    return decode_shardproof(dense_config(options.tiny), options)
+
+
+def decode_moe_shardproof(options: argparse.Namespace) -> dict[str, Row]:
+    return decode_shardproof(moe_config(options.tiny), options)
+
+
+def decode_shardproof(config: Any, options: argparse.Namespace) -> dict[str, Row]:
     """Through fused kernels in graphs, through graphs of the model's own kernels, and launching every kernel."""
     from shardproof.rollout.engine import Request, Sampling
     from shardproof.rollout.local import EmbeddedEngine
 
     join_group()
-    source = sp.RandomInit(dense_config(options.tiny))
-    policy = sp.load(source, param_dtype=torch.bfloat16, device=options.device, progress=False)
+    policy = sp.load(sp.RandomInit(config), param_dtype=torch.bfloat16, device=options.device, progress=False)
     engine = EmbeddedEngine(policy)
-    receipt = engine.load_weights(sp.WeightStream(policy, torch.bfloat16, digests=False))
+    engine.load_weights(sp.WeightStream(policy, torch.bfloat16, digests=False))
     requests = [Request(tuple(tokens), row) for row, tokens in enumerate(decode_prompts(options))]
 
     def generate(num: int) -> None:
         completions = engine.generate(requests, Sampling(num))
         assert {len(completion.tokens) for completion in completions} == {num}, completions[0]
 
-    found = {OURS: decode_row(generate, options.steps, receipt.num_bytes, options.device)}
+    num_bytes = _bytes_read(engine, generate)
+    found = {OURS: decode_row(generate, options.steps, num_bytes, options.device)}
     if engine._fixed is not None:
         if engine._fixed._fuses:
             engine._fixed._fuses = False
             engine._fixed._loops.clear()
-            found[MODEL_STEP] = decode_row(generate, options.steps, receipt.num_bytes, options.device)
+            found[MODEL_STEP] = decode_row(generate, options.steps, num_bytes, options.device)
         engine._fixed = None
         steps = min(options.steps, _EAGER_STEPS)
-        found[EAGER] = decode_row(generate, steps, receipt.num_bytes, options.device)
+        found[EAGER] = decode_row(generate, steps, num_bytes, options.device)
     return found
+
+
+def _bytes_read(engine: Any, generate: Callable[[int], None]) -> int:
+    """Of the weights by a decoding step: rows of the embedding, the experts that are visited, and all the rest."""
+    model = engine.model
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    total = sum(each.nbytes for each in model.parameters() if each is head or each is not embedding)
+    experts = hf_private.expert_modules(model)
+    if not experts:
+        return total
+    of_experts = sum(each.nbytes for module in experts for each in module.parameters())
+    return total - int(of_experts * (1 - _visited_share(engine, generate, experts)))
+
+
+def _visited_share(engine: Any, generate: Callable[[int], None], experts: list[Any]) -> float:
+    """Of a layer's experts by the rows of a decoding step, on average."""
+    shares: list[float] = []
+
+    def note(module: Any, args: Any) -> None:
+        shares.append(len(args[1].unique()) / module.num_experts)
+
+    fixed, engine._fixed = engine._fixed, None
+    handles = [module.register_forward_pre_hook(note) for module in experts]
+    generate(_COUNTED_STEPS)
+    for handle in handles:
+        handle.remove()
+    engine._fixed = fixed
+    decoded = shares[len(experts) :]  # the prompts come first
+    return sum(decoded) / len(decoded)
 
 
 def grpo_shardproof(options: argparse.Namespace) -> dict[str, Row]:

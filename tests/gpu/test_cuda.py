@@ -327,7 +327,7 @@ def decode_both_ways(folder: str, options: dict[str, Any]) -> list[tuple[bool, l
     return found
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3_tied"])
+@pytest.mark.parametrize("family", ["llama", "qwen3_tied", "qwen3_moe"])
 def test_graphs_draw_what_a_growing_cache_draws(tmp_path, family):
     folder = make_checkpoint(tmp_path, family)
     options = {"compute_dtype": torch.float32}

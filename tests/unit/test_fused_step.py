@@ -14,6 +14,8 @@ from torch.nn.functional import scaled_dot_product_attention, silu
 from transformers import AutoModelForCausalLM
 
 import shardproof.rollout
+from shardproof.model import hf_private
+from shardproof.model.experts import grouped_experts
 from shardproof.rollout import fused
 from shardproof.rollout.decode import Prefilled
 from shardproof.rollout.engine import Request
@@ -80,11 +82,27 @@ def plain_kernels(monkeypatch):
     kernels = SimpleNamespace(project=project, add_norm=add_norm, gate=gate, attend=attend)
     monkeypatch.setitem(sys.modules, "shardproof.rollout.kernels", kernels)
     monkeypatch.setattr(shardproof.rollout, "kernels", kernels, raising=False)
+    experts = SimpleNamespace(FEW_ROWS="test_few_rows")
+    monkeypatch.setitem(sys.modules, "shardproof.rollout.expert_kernels", experts)
+    hf_private.register_experts("test_few_rows", grouped_experts)
 
 
-@pytest.mark.parametrize("family", ["qwen3_tied", "llama", "qwen2", "llama_tied"])
-def test_step_by_step_what_the_model_says(plain_kernels, family):
-    model = make_model(family)
+@pytest.mark.parametrize(
+    ("family", "overrides"),
+    [
+        ("qwen3_tied", {}),
+        ("llama", {}),
+        ("qwen2", {}),
+        ("llama_tied", {}),
+        ("qwen3_moe", {}),
+        ("qwen3_moe", {"mlp_only_layers": [0]}),
+        ("mixtral", {}),
+    ],
+    ids=str,
+)
+def test_step_by_step_what_the_model_says(plain_kernels, family, overrides):
+    model = make_model(family, **overrides)
+    before = getattr(model.config, "_experts_implementation", None)
     requests = [Request(tuple(range(3, 4 + n)), n) for n in (1, 7, 3, 12)]
     with torch.no_grad():
         started = Prefilled(model, requests, CPU)
@@ -96,6 +114,19 @@ def test_step_by_step_what_the_model_says(plain_kernels, family):
             found, expected = (step(ids, positions) for step in steps)
             torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
             ids, positions = expected.argmax(-1, keepdim=True), positions + 1
+    assert getattr(model.config, "_experts_implementation", None) == before
+
+
+def test_experts_that_fail_leave_the_model_as_it_was(plain_kernels):
+    def fail(module, *args):
+        raise RuntimeError("no such instruction")
+
+    hf_private.register_experts("test_few_rows", fail)
+    model = make_model("qwen3_moe")
+    before = model.config._experts_implementation
+    with torch.no_grad(), pytest.raises(RuntimeError, match="no such instruction"):
+        FusedStep(model, 1, 32)(torch.ones(1, 1, dtype=torch.int64), torch.zeros(1, 1, dtype=torch.int64))
+    assert model.config._experts_implementation == before
 
 
 @pytest.mark.parametrize(
@@ -111,7 +142,10 @@ def test_step_by_step_what_the_model_says(plain_kernels, family):
         ("olmo2", {}, False),
         ("cohere", {}, False),
         ("gemma3_text", {}, False),
-        ("qwen3_moe", {}, False),
+        ("qwen3_moe", {"moe_intermediate_size": 128}, True),
+        ("qwen3_moe", {"moe_intermediate_size": 96}, False),
+        ("mixtral", {}, True),
+        ("glm4_moe", {"moe_intermediate_size": 128}, False),  # it rotates half of a head
         ("gpt2", {}, False),
     ],
     ids=str,

@@ -183,5 +183,17 @@ def set_experts_implementation(experts: Sequence[nn.Module], name: str) -> None:
         module.config._experts_implementation_internal = name  # type: ignore[union-attr]
 
 
+@contextmanager
+def experts_through(experts: Sequence[nn.Module], name: str) -> Iterator[None]:
+    """The experts, run through the registered function `name`."""
+    before: list[Any] = [module.config._experts_implementation for module in experts]  # type: ignore[union-attr]
+    set_experts_implementation(experts, name)
+    try:
+        yield
+    finally:
+        for module, was in zip(experts, before, strict=True):
+            set_experts_implementation([module], was)
+
+
 def _has_experts_config(module: nn.Module) -> bool:
     return hasattr(getattr(module, "config", None), "_experts_implementation")

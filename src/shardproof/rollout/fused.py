@@ -1,6 +1,7 @@
 """A decoding step through kernels of our own, for models built as most are: RMS norms, rotary attention, a gated MLP.
 
-Eight kernels a layer read each weight once. Whether a model is built that way is read off its modules; whether the step
+Eight kernels a layer read each weight once. Where experts stand in the MLP's place, its module routes the tokens, and
+its experts run through two kernels. Whether a model is built that way is read off its modules; whether the step
 then computes what the model computes is found out by the decoder, which compares the two before it relies on this one.
 """
 
@@ -39,7 +40,8 @@ def can_fuse(model: PreTrainedModel, device: torch.device) -> bool:
         return False
     if not {"embed_tokens", "layers", "norm", "rotary_emb"} <= set(dict(base.named_children())):
         return False
-    return all(map(_is_plain_block, base.layers))
+    rotated = 2 * len(getattr(base.rotary_emb, "inv_freq", ()))
+    return all(_is_plain_block(block) and block.self_attn.head_dim == rotated for block in base.layers)
 
 
 def _is_plain_block(block: Any) -> bool:
@@ -47,22 +49,38 @@ def _is_plain_block(block: Any) -> bool:
         return False
     attention, mlp = block.self_attn, block.mlp
     names = set(dict(attention.named_children()))
-    if names not in (_ATTENTION, _ATTENTION | _HEAD_NORMS) or set(dict(mlp.named_children())) != _MLP:
+    if names not in (_ATTENTION, _ATTENTION | _HEAD_NORMS):
         return False
-    projections = [getattr(attention, name) for name in _ATTENTION]
-    projections += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
     width = getattr(attention, "head_dim", 0)
     norms = [block.input_layernorm, block.post_attention_layernorm]
     norms += [getattr(attention, name) for name in names & _HEAD_NORMS]
     return (
-        all(type(each) is nn.Linear for each in projections)
-        and all(size % _TILE == 0 for each in projections for size in each.weight.shape)
-        and all(each.bias is None for each in (attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj))
+        all(_is_tiled(getattr(attention, name)) for name in _ATTENTION)
+        and attention.o_proj.bias is None
         and len({each.bias is None for each in (attention.q_proj, attention.k_proj, attention.v_proj)}) == 1
         and all(hasattr(norm, "variance_epsilon") for norm in norms)
         and all(getattr(attention, name).weight.shape == (width,) for name in names & _HEAD_NORMS)
-        and hf_private.is_silu(mlp.act_fn)
         and width in _HEAD_WIDTHS
+        and (_is_plain_mlp(mlp) or _has_plain_experts(mlp))
+    )
+
+
+def _is_tiled(module: nn.Module) -> bool:
+    return type(module) is nn.Linear and all(size % _TILE == 0 for size in module.weight.shape)
+
+
+def _is_plain_mlp(mlp: Any) -> bool:
+    if set(dict(mlp.named_children())) != _MLP or not hf_private.is_silu(mlp.act_fn):
+        return False
+    return all(_is_tiled(each) and each.bias is None for each in (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
+
+
+def _has_plain_experts(mlp: nn.Module) -> bool:
+    experts = hf_private.expert_modules(mlp)
+    return bool(experts) and all(
+        hf_private.is_plain_gated(each)
+        and all(size % _TILE == 0 for size in each.get_parameter("down_proj").shape[1:])
+        for each in experts
     )
 
 
@@ -73,6 +91,8 @@ class FusedStep:
         self._base = cast(Any, model.base_model)
         self._head: nn.Module = model.get_output_embeddings()
         layers: Any = self._base.layers
+        self._experts = hf_private.expert_modules(self._base)
+        self._routes = [bool(hf_private.expert_modules(block.mlp)) for block in layers]
         attention = layers[0].self_attn
         width, hidden = attention.head_dim, attention.q_proj.in_features
         key_heads = attention.k_proj.out_features // width
@@ -100,10 +120,18 @@ class FusedStep:
 
     def __call__(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Logits [rows, vocabulary] after tokens [rows, 1] at their positions."""
+        if not self._experts:
+            return self._advance(ids, positions)
+        from shardproof.rollout.expert_kernels import FEW_ROWS  # as below
+
+        with hf_private.experts_through(self._experts, FEW_ROWS):
+            return self._advance(ids, positions)
+
+    def _advance(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         from shardproof.rollout import kernels  # Triton is there where this runs, not everywhere
 
         states, sums = self._base.embed_tokens(ids[:, 0]), None
-        for block, cache in zip(self._base.layers, self._cache, strict=True):
+        for block, routes, cache in zip(self._base.layers, self._routes, self._cache, strict=True):
             attention, mlp = block.self_attn, block.mlp
             normed = kernels.add_norm(states, sums, *_norm(block.input_layernorm))
             projections = (attention.q_proj, attention.k_proj, attention.v_proj)
@@ -115,6 +143,9 @@ class FusedStep:
             attended = kernels.attend(sums, self._tables, norms, cache, positions, attention.scaling)
             sums = kernels.project(attended, [attention.o_proj.weight])
             normed = kernels.add_norm(states, sums, *_norm(block.post_attention_layernorm))
+            if routes:
+                sums = mlp(normed[:, None]).transpose(0, 1)
+                continue
             sums = kernels.project(normed, [mlp.gate_proj.weight, mlp.up_proj.weight])
             sums = kernels.project(kernels.gate(sums, states), [mlp.down_proj.weight])
         normed = kernels.add_norm(states, sums, *_norm(self._base.norm))

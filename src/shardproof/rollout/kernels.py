@@ -17,7 +17,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 # Kernels wait for the one before them inside, not at their start (CUDA's programmatic dependent launch).
-_EARLY = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
+EARLY_LAUNCH = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
 # Found by trying, on an H200 with 32 rows: blocks of a weight, how many of them there should be, cached tokens that
 # attention takes at a time, and inner states that a gate takes.
 _BLOCK_N, _BLOCK_K, _TARGET_BLOCKS = 64, 128, 256
@@ -25,7 +25,7 @@ _BLOCK_T, _BLOCK_GATE = 64, 1024
 
 
 @triton.jit
-def _begin(EARLY: tl.constexpr):
+def begin(EARLY: tl.constexpr):
     """Let the next kernel start, and wait for the one before."""
     if EARLY:
         gdc_launch_dependents()
@@ -58,7 +58,7 @@ def _project_kernel(
     weight = tl.load(weight_at)
     if TWO:
         next_weight = tl.load(weight_at + BLOCK_K)
-    _begin(EARLY)
+    begin(EARLY)
     x = tl.load(x_at, mask=here, other=0.0)
     if TWO:
         next_x = tl.load(x_at + BLOCK_K, mask=here, other=0.0)
@@ -87,7 +87,7 @@ def _add_norm_kernel(
     row, column = tl.program_id(0), tl.arange(0, BLOCK)
     here = column < n
     weight = tl.load(weight_ptr + column, mask=here, other=0.0).to(tl.float32)
-    _begin(EARLY)
+    begin(EARLY)
     states = tl.load(states_ptr + row * n + column, mask=here, other=0.0).to(tl.float32)
     if SHARES > 0:
         for share in tl.static_range(SHARES):
@@ -108,7 +108,7 @@ def _gate_kernel(
 ):  # fmt: skip
     row, column = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     here = column < n
-    _begin(EARLY)
+    begin(EARLY)
     gate, up = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
     for share in tl.static_range(SHARES):
         at = sums_ptr + (share * rows + row) * 2 * n + column
@@ -180,7 +180,7 @@ def _attend_kernel(
         q_weight_high = tl.load(q_norm_ptr + HALF + low).to(tl.float32)[None, :]
         k_weight_low = tl.load(k_norm_ptr + low).to(tl.float32)
         k_weight_high = tl.load(k_norm_ptr + HALF + low).to(tl.float32)
-    _begin(EARLY)
+    begin(EARLY)
     q_low, q_high = tl.zeros([BLOCK_G, HALF], tl.float32), tl.zeros([BLOCK_G, HALF], tl.float32)
     k_low, k_high = tl.zeros([HALF], tl.float32), tl.zeros([HALF], tl.float32)
     new_value = tl.zeros([WIDTH], tl.float32)
@@ -242,9 +242,9 @@ def project(
     _project_kernel[(n // _BLOCK_N, shares, triton.cdiv(rows, block_m))](
         x, first, second, third, *(*given, given[0], given[0])[:3], out,
         rows, n, k, len(first), len(second) if len(weights) > 1 else 0,
-        BIAS=biases is not None, SHARES=shares, EARLY=_EARLY,
+        BIAS=biases is not None, SHARES=shares, EARLY=EARLY_LAUNCH,
         BLOCK_M=block_m, BLOCK_N=_BLOCK_N, BLOCK_K=_BLOCK_K, TWO=k // shares >= 2 * _BLOCK_K,
-        num_warps=4, num_stages=2, launch_pdl=_EARLY,
+        num_warps=4, num_stages=2, launch_pdl=EARLY_LAUNCH,
     )  # fmt: skip
     return out
 
@@ -265,8 +265,8 @@ def add_norm(
     out = torch.empty_like(states)
     _add_norm_kernel[(rows,)](
         states, sums if sums is not None else states, weight, out, rows, n, eps,
-        SHARES=len(sums) if sums is not None else 0, EARLY=_EARLY,
-        BLOCK=triton.next_power_of_2(n), num_warps=16, launch_pdl=_EARLY,
+        SHARES=len(sums) if sums is not None else 0, EARLY=EARLY_LAUNCH,
+        BLOCK=triton.next_power_of_2(n), num_warps=16, launch_pdl=EARLY_LAUNCH,
     )  # fmt: skip
     return out
 
@@ -276,8 +276,9 @@ def gate(sums: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     shares, rows, n = sums.shape[0], sums.shape[1], sums.shape[2] // 2
     out = torch.empty(rows, n, dtype=like.dtype, device=like.device)
     _gate_kernel[(rows, triton.cdiv(n, _BLOCK_GATE))](
-        sums, out, rows, n, SHARES=shares, EARLY=_EARLY, BLOCK=_BLOCK_GATE, num_warps=4, launch_pdl=_EARLY
-    )
+        sums, out, rows, n,
+        SHARES=shares, EARLY=EARLY_LAUNCH, BLOCK=_BLOCK_GATE, num_warps=4, launch_pdl=EARLY_LAUNCH,
+    )  # fmt: skip
     return out
 
 
@@ -301,8 +302,8 @@ def attend(
     out = torch.empty(rows, heads * width, dtype=keys.dtype, device=keys.device)
     _attend_kernel[(rows, key_heads)](
         sums, *tables, q_norm, k_norm, keys, values, positions, out, rows, scale, eps, capacity,
-        HEADS=heads, KEY_HEADS=key_heads, WIDTH=width, NORM=norms is not None, SHARES=len(sums), EARLY=_EARLY,
-        BLOCK_G=max(16, triton.next_power_of_2(heads // key_heads)), BLOCK_T=_BLOCK_T,
-        num_warps=4, num_stages=3, launch_pdl=_EARLY,
+        HEADS=heads, KEY_HEADS=key_heads, WIDTH=width, NORM=norms is not None,
+        SHARES=len(sums), EARLY=EARLY_LAUNCH, BLOCK_G=max(16, triton.next_power_of_2(heads // key_heads)), BLOCK_T=_BLOCK_T,
+        num_warps=4, num_stages=3, launch_pdl=EARLY_LAUNCH,
     )  # fmt: skip
     return out

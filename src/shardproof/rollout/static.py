@@ -8,7 +8,8 @@ it is captured once and replayed. Prompts are read as ever, into a growing cache
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -56,11 +57,9 @@ AttentionInterface.register(FIXED, grouped_attention)
 
 
 def fits(model: PreTrainedModel) -> bool:
-    """Whether a model can be decoded in fixed memory: a plain cache in every layer, attention without extras, and no
-    experts, whose token counts the host would have to know."""
+    """Whether a model can be decoded in fixed memory: a plain cache in every layer, and attention without extras."""
     config = model.config.get_text_config(decoder=True)
-    extras = ("attn_logit_softcapping", "final_logit_softcapping", "num_experts", "num_local_experts")
-    if any(getattr(config, name, None) for name in (*extras, "n_routed_experts")):
+    if any(getattr(config, name, None) for name in ("attn_logit_softcapping", "final_logit_softcapping")):
         return False
     if any("sinks" in name for name, _ in model.named_parameters()) or not model._supports_sdpa:
         return False
@@ -196,13 +195,14 @@ class _Loop:
         self._done = zeros(rows, dtype=torch.bool)
         self._stops = torch.tensor(sampling.stop_ids or (-1,), device=device)
         self._graph: torch.cuda.CUDAGraph | None = None
+        self._captures = device.type == "cuda" and steps > 1
 
     def run(self, started: Prefilled, seeds: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """(tokens, log-probs), each [rows, steps], on the host."""
         steps = self._sampling.max_new_tokens
         numbers = uniform_numbers(seeds, np.arange(steps)[:, None])
-        if self._device.type == "cuda" and self._graph is None and steps > 1:
-            self._capture(started)
+        if self._captures and self._graph is None:
+            self._captures = self._capture(started)
         self._uniform.copy_(torch.from_numpy(numbers))
         self._fill(started)
         self._record(started.logits)
@@ -235,21 +235,46 @@ class _Loop:
         """One step: the last token in, the next one out."""
         self._record(self._model(self._ids, self._positions))
 
-    def _capture(self, started: Prefilled) -> None:
-        """Run a step twice for what happens only once, then record it. What they write is written over by `run`."""
+    def _capture(self, started: Prefilled) -> bool:
+        """Run a step twice for what happens only once, then record it; what they write is written over by `run`.
+
+        A step for which the host waits, as it does for the token counts of experts that run one by one, cannot be
+        recorded.
+        """
         self._fill(started)
         stream = torch.cuda.Stream(self._device)
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
-            for _ in range(2):
-                self._step.zero_()
-                self._advance()
+            self._advance()
+            self._step.zero_()
+            waits = _host_waits(self._advance)
             self._step.zero_()
         torch.cuda.current_stream(self._device).wait_stream(stream)
+        if waits:
+            logger.warning("decoding without CUDA graphs: the host waits for a step of this model")
+            return False
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             self._advance()
         self._graph = graph
+        return True
+
+
+def _host_waits(step: Callable[[], None]) -> bool:
+    """Whether the host waits for the device somewhere in a step, which is then not run to its end."""
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Synchronization debug mode")  # that it is a prototype
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    except RuntimeError as error:
+        if "synchronizing" not in str(error):
+            raise
+        return True
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+    return False
 
 
 @contextmanager
