@@ -224,7 +224,7 @@ def print_results(results: dict[str, Any]) -> None:
 def ratio(results: dict[str, Any], part: str, name: str) -> str:
     """How many times as fast as this row ours is."""
     found = speedup(results, part, name)
-    return f"{found:.2f}" if found and name != OURS else ""
+    return f"{found:.2f}" if found and not name.startswith(OURS) else ""
 
 
 def speedup(results: dict[str, Any], part: str, name: str) -> float | None:

@@ -62,6 +62,11 @@ def test_activations_that_cannot_be_chosen_so():
     assert_refused(outcomes, "C001", "checkpoint_activations='some'", "'auto'")
 
 
+def test_parameters_that_fsdp1_cannot_hold():
+    outcomes = run_ranks_outcomes(2, load_random, {"strategy": "fsdp1", "reshard_after_forward": False})
+    assert_refused(outcomes, "C001", "reshard_after_forward=False", "fsdp2")
+
+
 @pytest.mark.parametrize("key", ["param_dtype", "compute_dtype", "reduce_dtype"])
 @pytest.mark.parametrize("dtype", [torch.int8, "bfloat16"], ids=str)
 def test_dtype_that_is_not_floating(key, dtype):
@@ -163,6 +168,7 @@ def test_mesh_that_one_rank_alone_passes():
         ("sequence_parallel", 1, 2),
         ("checkpoint_activations", False, True),
         ("checkpoint_activations", True, "auto"),
+        ("reshard_after_forward", True, False),
         ("revision", None, "v2"),
         ("attn_implementation", "eager", "sdpa"),
     ],

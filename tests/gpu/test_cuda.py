@@ -119,8 +119,8 @@ def train(
         (TWO_GLOO, {"strategy": "fsdp2"}),
         (TWO_GLOO, {"strategy": "fsdp1", "checkpoint_activations": True}),
         (TWO_GLOO, {"strategy": "fsdp2", "sequence_parallel": 2, "checkpoint_activations": True}),
-        (TWO_GLOO, {"strategy": "fsdp2", "cpu_offload": True}),
-        (ONE_NCCL, {"strategy": "fsdp2", "checkpoint_activations": True}),
+        (TWO_GLOO, {"strategy": "fsdp2", "cpu_offload": True, "reshard_after_forward": False}),
+        (ONE_NCCL, {"strategy": "fsdp2", "checkpoint_activations": True, "reshard_after_forward": False}),
         (ONE_NCCL, {"strategy": "fsdp2", "checkpoint_activations": "auto"}),
         (ONE_NCCL, {"strategy": "fsdp2", "cpu_offload": True}),
         (ONE_NCCL, {"strategy": "fsdp1"}),
@@ -167,7 +167,9 @@ def step_without_sync(folder: str, options: dict[str, Any]) -> bool:
         step._backward = original
 
 
-@pytest.mark.parametrize("options", [{}, {"checkpoint_activations": "auto"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"checkpoint_activations": "auto"}, {"reshard_after_forward": False}], ids=str
+)
 def test_no_host_sync_in_the_micro_batch_loop(tmp_path, options):
     assert on_ranks(ONE_NCCL, step_without_sync, str(make_checkpoint(tmp_path, "qwen3")), options) == [True]
 

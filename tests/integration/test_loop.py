@@ -106,8 +106,8 @@ def test_dynamic_sampling_reports_all_rewards_and_trains_on_a_full_batch(tmp_pat
     assert 0.0 < found["reward/mean"] < 0.6, "groups that are dropped count in the mean"
 
 
-@pytest.mark.parametrize("recompute", ["true", "auto"])
-def test_moe_policy_and_critic_with_recomputation_train_end_to_end(tmp_path, recompute):
+@pytest.mark.parametrize(("recompute", "reshard"), [("true", "false"), ("auto", "true")])
+def test_moe_policy_and_critic_with_recomputation_train_end_to_end(tmp_path, recompute, reshard):
     """What SkyRL 1370's reviewers asked for: PPO on a qwen3_moe, policy and critic, activation checkpointing."""
     model = make_checkpoint(tmp_path / "model", "qwen3_moe", vocab_size=14, eos_token_id=1)
     for name in TOKENIZER:
@@ -115,6 +115,7 @@ def test_moe_policy_and_critic_with_recomputation_train_end_to_end(tmp_path, rec
     overrides = [
         f"model.path={model}",
         f"model.checkpoint_activations={recompute}",
+        f"model.reshard_after_forward={reshard}",
         "algorithm.name=ppo",
         "algorithm.kl_coef=0.01",
         "algorithm.router_coef=0.01",

@@ -138,6 +138,7 @@ def _load_role(recipe: Recipe, section: Role | None, role: str, config: Pretrain
         lora=make_lora(model) if role == "policy" else None,
         sequence_parallel=model.sequence_parallel,
         checkpoint_activations=model.checkpoint_activations if role != "reference" else False,
+        reshard_after_forward=model.reshard_after_forward,
         trust_remote_code=model.trust_remote_code,
         compile=model.compile,
     )

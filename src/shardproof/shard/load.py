@@ -67,6 +67,7 @@ def load(
     lora: Any = None,
     sequence_parallel: int = 1,
     checkpoint_activations: bool | int | str = False,
+    reshard_after_forward: bool | None = None,
     revision: str | None = None,
     trust_remote_code: bool = False,
     attn_implementation: str | None = None,
@@ -77,6 +78,7 @@ def load(
     """A model of which this rank holds exactly its shard, read by itself, written once, and attested.
 
     `source` is a folder or hub id with safetensors, or `RandomInit(config, seed)`. Raises the same error on every rank.
+    With `reshard_after_forward=False` parameters are gathered once a step, and held until its last backward pass.
     `compile` compiles the transformer blocks; None does so on CUDA with 16-bit compute and FSDP2, where
     Triton is installed.
 
@@ -93,6 +95,7 @@ def load(
         lora=lora,
         sequence_parallel=sequence_parallel,
         checkpoint_activations=checkpoint_activations,
+        reshard_after_forward=reshard_after_forward,
         revision=revision,
         trust_remote_code=trust_remote_code,
         attn_implementation=attn_implementation,
@@ -155,6 +158,7 @@ def _load(
         folder=resolved.folder,
         has_lora=skeleton.has_lora,
         recomputes_as_needed=options.checkpoint_activations == AUTO,
+        reshard_after_forward=options.reshard_after_forward,
         sequence_group=make_sequence_group(options.sequence_parallel),
     )
     with watch.stage("attest"):

@@ -33,6 +33,7 @@ class LoadOptions:
     lora: Any
     sequence_parallel: int
     checkpoint_activations: bool | int | str  # True: every block; k: every k-th; "auto": what does not fit
+    reshard_after_forward: bool | None  # None: unless "auto" above finds memory to spare
     revision: str | None
     trust_remote_code: bool
     attn_implementation: str | None
@@ -72,6 +73,12 @@ class LoadOptions:
         if self.strategy == FSDP1 and self.compile:
             message = "strategy='fsdp1' with compile=True: torch.compile cannot trace FSDP1's parameters."
             raise fail("C001", "settings", message, fix="use strategy='fsdp2', or leave compile out")
+        if self.strategy == FSDP1 and self.reshard_after_forward is False:
+            message = (
+                "strategy='fsdp1' with reshard_after_forward=False: without a backward pass FSDP1 would go on with "
+                "parameters gathered before an update."
+            )
+            raise fail("C001", "settings", message, fix="use strategy='fsdp2', or leave it out")
 
     def described(self) -> dict[str, str]:
         """The options as text, without this rank's own device number."""

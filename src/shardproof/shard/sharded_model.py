@@ -69,6 +69,7 @@ class ShardedModel:
     num_updates: int = 0  # steps that changed something: the learning rate and the gradient were not zero
     scoring: Any = None  # how this model is scored; found out on first use
     recomputes_as_needed: bool = False  # it was loaded with checkpoint_activations="auto"
+    reshard_after_forward: bool | None = None  # False: parameters are gathered once a step, not in every pass
     recompute: Any = None  # what decides which blocks are recomputed then; made on first use
     offloaded: HostCopy | None = None  # the host copy of this rank's state while it is offloaded
     last_export: tuple[int, str] | None = None  # (version, digest) of the last payload

@@ -6,6 +6,7 @@ tests/unit/test_private_interfaces.py fails when one of these moves.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any
 
@@ -72,6 +73,28 @@ def reshard(root: nn.Module) -> None:
             if handle is not None and not handle.uses_sharded_strategy:
                 # Where FSDP1 does not shard, backward leaves a frozen unit's parameters registered as plain tensors.
                 handle._use_unsharded_views(as_params=True)
+
+
+@contextmanager
+def staying_gathered(root: nn.Module) -> Iterator[None]:
+    """FSDP2's parameters, once gathered, stay so until the end; no shard may be written meanwhile.
+
+    What ends early leaves nothing gathered either: the next forward would take it for the shards' values.
+    """
+    units = [module for module in root.modules() if isinstance(module, FSDPModule)]
+    try:
+        _let_go(root, units, False)
+        yield
+    finally:
+        _let_go(root, units, True)
+        reshard(root)
+
+
+def _let_go(root: nn.Module, units: Sequence[FSDPModule], after_use: bool) -> None:
+    for unit in units:
+        if unit is not root:  # which FSDP2 keeps from forward to backward in any case
+            unit.set_reshard_after_forward(after_use, recurse=False)
+        unit.set_reshard_after_backward(after_use, recurse=False)
 
 
 def forget_partial_sums(root: nn.Module) -> None:

@@ -2,7 +2,8 @@
 
 A probe, a micro-batch in which the last block of each kind is kept and every other one recomputed, measures what a block
 keeps. From then on each micro-batch recomputes the fewest blocks with which it fits. They are the first ones: what the
-later ones keep is gone by the time the backward pass recomputes them.
+later ones keep is gone by the time the backward pass recomputes them. Where nothing is recomputed and memory is left for
+the whole model, FSDP2's parameters are gathered once a step.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from shardproof.model.compiling import can_compile
 from shardproof.model.head import chunk_bytes
 from shardproof.model.roles import CRITIC
 from shardproof.model.skeleton import recomputable_blocks, set_recomputed
-from shardproof.shard.footprint import gathered_bytes, unit_groups
+from shardproof.shard.footprint import gathered_bytes, unit_bytes, unit_groups
 from shardproof.shard.memory import free_memory
-from shardproof.shard.settings import FSDP1
+from shardproof.shard.settings import FSDP1, FSDP2
 from shardproof.shard.sharded_model import ShardedModel
 from shardproof.shard.torch_private import clean_name, local_tensor
 from shardproof.train.batching import Batch
@@ -86,6 +87,7 @@ class StepPlan:
     recompute: Recompute
     extents: Sequence[Extent | None]
     counts: Sequence[int]
+    has_room: bool = False  # for all parameters, gathered, on every rank
 
     @contextmanager
     def forward(self, index: int) -> Iterator[None]:
@@ -152,13 +154,18 @@ class Recompute:
         extents = [_extent(part, trimmed, policy.sequence_parallel) for part in micro_batches]
         free, total = self._free(self._device, self._sharers)
         budget = free - int(_MARGIN * total) - self._unallocated(policy, optimizer)
-        wishes = [
-            self.wish(extent, budget - self._beside(policy, extent, scoring)) if extent else 0
-            for extent in extents
-        ]
-        self.counts = [max(wish) for wish in zip(*exchange(wishes), strict=True)]
+        whole = sum(unit_bytes(group, policy.settings.compute_dtype) for group in self._groups)
+        if policy.reshard_after_forward is False:
+            budget -= whole
+        rooms = [budget - self._beside(policy, extent, scoring) if extent else 0 for extent in extents]
+        pairs = list(zip(extents, rooms, strict=True))
+        wishes = [self.wish(extent, room) if extent else 0 for extent, room in pairs]
+        has_room = all(self.wish(extent, room - whole) == 0 for extent, room in pairs if extent)
+        answers = exchange([wishes, has_room])
+        self.counts = [max(wish) for wish in zip(*(wishes for wishes, _ in answers), strict=True)]
         self._say(extents, budget)
-        return StepPlan(self, extents, self.counts)
+        can_stay = policy.strategy == FSDP2 and policy.reshard_after_forward is None
+        return StepPlan(self, extents, self.counts, can_stay and all(room for _, room in answers))
 
     def wish(self, extent: Extent, budget: int) -> int:
         """The smallest number of blocks to recompute so that a micro-batch fits, or one more than all for a probe."""

@@ -23,7 +23,7 @@ from shardproof.model.head import can_chunk, head_facts
 from shardproof.model.lora import adapters_off
 from shardproof.model.roles import CRITIC
 from shardproof.shard.sharded_model import ShardedModel
-from shardproof.shard.torch_private import reshard
+from shardproof.shard.torch_private import reshard, staying_gathered
 from shardproof.train.batching import Batch, check_batch, spread
 from shardproof.train.inputs import Inputs
 from shardproof.train.loss import Scored
@@ -130,6 +130,8 @@ def _score_all(
     with torch.no_grad(), _evaluating(policy), scoring_context(policy, scoring), ExitStack() as stack:
         if not adapters:
             stack.enter_context(adapters_off(policy.model))
+        if policy.reshard_after_forward is False:
+            stack.enter_context(staying_gathered(policy.module))
         for micro_batch, indices in spread(batch, micro_batch_tokens, one_by_one=not scoring.packed):
             scored, _ = score(
                 policy, micro_batch, scoring, temperature=temperature, want_entropy=want_entropy

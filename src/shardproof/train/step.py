@@ -21,7 +21,12 @@ from shardproof.model.router import balancing_loss
 from shardproof.shard.attest import check_optimizer
 from shardproof.shard.settings import FSDP1
 from shardproof.shard.sharded_model import ShardedModel
-from shardproof.shard.torch_private import forget_partial_sums, reshard, set_last_micro_batch
+from shardproof.shard.torch_private import (
+    forget_partial_sums,
+    reshard,
+    set_last_micro_batch,
+    staying_gathered,
+)
 from shardproof.train.batching import Batch, check_batch, spread, weigh
 from shardproof.train.guard import Verdict, agree, find_bad_gradient, local_square_norm, scale_gradients
 from shardproof.train.loss import Loss, Scored, find_loss
@@ -85,7 +90,10 @@ def train_step(
         try:
             with scoring_context(policy, work.scoring):
                 sums = MetricSums(work.loss.metrics)
-                losses = [_backward(policy, work, index, sums) for index in range(len(work.micro_batches))]
+                with staying_gathered(policy.module) if work.stays_gathered else nullcontext():
+                    losses = [
+                        _backward(policy, work, index, sums) for index in range(len(work.micro_batches))
+                    ]
                 verdict = agree(policy, losses, sums, local_square_norm(policy))
                 tensor = None
                 if not verdict.step:
@@ -130,6 +138,7 @@ class _Work:
     temperature: float
     router_coef: float
     num_tokens: int  # counted predictions of the global batch
+    stays_gathered: bool  # parameters are gathered once, for all micro-batches
 
 
 def _drop_gradients(policy: ShardedModel, optimizer: torch.optim.Optimizer) -> None:
@@ -184,7 +193,8 @@ def _prepare(
         raise fail("C001", "train_step", message, fix="raise micro_batch_tokens, or use strategy='fsdp2'")
     recompute = plan_recompute(policy, micro_batches, optimizer, scoring, every_token=bool(router_coef))
     num_tokens = sum(count[1] for count in counts) // policy.sequence_parallel
-    return _Work(micro_batches, scoring, recompute, loss, temperature, router_coef, num_tokens)
+    stays = policy.reshard_after_forward is False or (recompute is not None and recompute.has_room)
+    return _Work(micro_batches, scoring, recompute, loss, temperature, router_coef, num_tokens, stays)
 
 
 def _check_request(
