@@ -198,6 +198,7 @@ def train_within(checkpoint_activations: bool | str, limit: int | None) -> dict[
             "allocated": torch.cuda.max_memory_allocated(),
             "reserved": torch.cuda.max_memory_reserved(),
             "recomputed": list(policy.recompute.counts) if policy.recompute is not None else [],
+            "gathered": sum(2 * info.numel for info in policy.inventory.parameters),
         }
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
@@ -210,7 +211,7 @@ def test_auto_fits_into_what_there_is():
     assert room > frugal["allocated"] / 2  # the model is large enough to tell
     (free,) = on_ranks(ONE_NCCL, train_within, "auto", None)
     assert set(free["recomputed"]) == {0}
-    assert free["allocated"] < kept["allocated"] * 1.02
+    assert free["allocated"] < kept["allocated"] * 1.02 + kept["gathered"]
     limit = frugal["allocated"] + int(0.7 * room)
     (tight,) = on_ranks(ONE_NCCL, train_within, "auto", limit)
     assert tight["reserved"] <= limit
