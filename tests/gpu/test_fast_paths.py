@@ -26,6 +26,7 @@ from shardproof.model.experts import grouped_experts
 from shardproof.model.head import HeadFacts, token_logprobs
 from shardproof.rollout.decode import Prefilled, decode, last_logits
 from shardproof.rollout.engine import Completion, Request, Sampling
+from shardproof.rollout.progress import Progress
 from shardproof.rollout.static import FixedDecoder, ModelStep
 from tests.gpu.test_cuda import ONE_NCCL, TWO_GLOO, on_ranks
 
@@ -149,6 +150,34 @@ def test_the_fused_head_equals_float64(facts, want_entropy):
         assert (one - other).abs().max() < 0.02
     for one, other in zip((hidden.grad, head.weight.grad), (x.grad for x in wide), strict=True):
         assert (one - other).norm() <= 0.02 * other.norm()
+
+
+@pytest.mark.parametrize("vocabulary", [50, 2048, 151936])
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_draws_are_those_of_plain_torch(vocabulary, temperature):
+    from shardproof.rollout.draw_kernels import record
+
+    torch.manual_seed(0)
+    sampling = Sampling(20, temperature=temperature, stop_ids=tuple(range(0, vocabulary, 7)))
+    kernels, plain = (Progress(33, sampling, CUDA) for _ in range(2))
+    for progress in (kernels, plain):
+        progress.begin(torch.arange(33, device=CUDA)[:, None], range(33))
+    for step in range(20):
+        logits = torch.randn(33, vocabulary, device=CUDA, dtype=torch.bfloat16) * (1 + step % 4)
+        logits[5, : vocabulary // 2] = -float("inf")
+        record(kernels, temperature, logits)
+        plain.record(logits)
+        exact = torch.softmax(logits.double() / temperature, -1)
+        token, number = kernels.tokens[step][:, None], kernels.uniform[step][:, None]
+        probability, end = exact.gather(1, token), exact.cumsum(-1).gather(1, token)
+        # In float64, the drawn token is where the running sum passes the row's number.
+        assert ((number < end + 1e-6) & (number > end - probability - 1e-6)).all()
+        assert (kernels.logprobs[step][:, None] - probability.log()).abs().max() < 1e-4
+        assert torch.equal(kernels.ids[:, 0], kernels.tokens[step])
+    # Rounding may choose a neighbour where thousands of tokens are as likely.
+    assert (kernels.tokens == plain.tokens).float().mean() > 0.97
+    assert torch.equal(kernels.positions, plain.positions) and torch.equal(kernels.step, plain.step)
+    assert torch.equal(kernels.done, torch.isin(kernels.tokens, kernels.stops).any(0))
 
 
 def error_of(model: PreTrainedModel, requests: list[Request], drawn: list[Completion]) -> float:

@@ -106,12 +106,21 @@ class OtherStep(ModelStep):
 
 @pytest.mark.parametrize(
     ("fault", "used", "said"),
-    [(None, True, ""), ("differs", False, "differ by"), ("fails", False, "no such instruction")],
+    [
+        (None, True, ""),
+        ("differs", False, "differ by"),
+        ("fails", False, "no such instruction"),
+        ("draws", False, "draw other tokens"),
+    ],
 )
 def test_a_fused_step_is_used_if_it_computes_what_the_model_does(
     model, monkeypatch, caplog, fault, used, said
 ):
+    def record(progress, temperature, logits):
+        progress.record(logits.roll(1, -1) if fault == "draws" else logits)
+
     monkeypatch.setattr(static, "FusedStep", type("Step", (OtherStep,), {"fault": fault}))
+    monkeypatch.setattr(static, "fused_record", record)
     decoder = FixedDecoder(model, CPU)
     decoder._fuses = None  # it could, and has not been compared
     requests = [Request(prompt, seed) for seed, prompt in enumerate(PROMPTS)]

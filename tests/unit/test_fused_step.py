@@ -51,9 +51,8 @@ def add_norm(states, sums, weight, eps):
     return states * torch.rsqrt(states.pow(2).mean(-1, keepdim=True) + eps) * weight
 
 
-def gate(sums, like):
-    first, second = sums.sum(0).chunk(2, -1)
-    return silu(first) * second
+def gate_up(x, gate, up):
+    return silu(x @ gate.T) * (x @ up.T)
 
 
 def attend(sums, tables, norms, cache, positions, scale):
@@ -79,7 +78,7 @@ def attend(sums, tables, norms, cache, positions, scale):
 
 @pytest.fixture
 def plain_kernels(monkeypatch):
-    kernels = SimpleNamespace(project=project, add_norm=add_norm, gate=gate, attend=attend)
+    kernels = SimpleNamespace(project=project, add_norm=add_norm, gate_up=gate_up, attend=attend)
     monkeypatch.setitem(sys.modules, "shardproof.rollout.kernels", kernels)
     monkeypatch.setattr(shardproof.rollout, "kernels", kernels, raising=False)
     experts = SimpleNamespace(FEW_ROWS="test_few_rows")

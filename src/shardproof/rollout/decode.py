@@ -10,7 +10,6 @@ import torch
 from torch.nn.functional import pad
 from transformers import Cache, DynamicCache, PreTrainedModel
 
-from shardproof.model.compiling import fused
 from shardproof.rollout.engine import Completion, Request, Sampling
 
 _BLOCK = 128  # entries of the vocabulary whose weights are added up together
@@ -162,18 +161,10 @@ def choose(
         tokens = every.argmax(dim=-1)
         return tokens, every.gather(1, tokens[:, None]).squeeze(1)
     if sampling.top_p == 1.0:
-        # For a single row, compiled code would be compiled again.
-        sample = fused(_sample, logits) if len(logits) > 1 else _sample
-        return sample(logits, uniform, sampling.temperature)
+        return _invert(*_weigh(logits, sampling.temperature), uniform, logits.shape[1])
     blocks, _ = _weigh(logits, sampling.temperature)
     blocks = _nucleus(blocks.flatten(1), sampling.top_p).view_as(blocks)
     return _invert(blocks, blocks.sum(-1, dtype=torch.float64), uniform, logits.shape[1])
-
-
-def _sample(
-    logits: torch.Tensor, uniform: torch.Tensor, temperature: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return _invert(*_weigh(logits, temperature), uniform, logits.shape[1])
 
 
 def _weigh(logits: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:

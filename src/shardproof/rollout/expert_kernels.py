@@ -14,7 +14,7 @@ from torch import nn
 
 from shardproof.model import hf_private
 from shardproof.model.experts import grouped_experts
-from shardproof.rollout.kernels import EARLY_LAUNCH, begin
+from shardproof.rollout.kernels import EARLY_LAUNCH, begin, rows_at_a_time
 
 FEW_ROWS = "shardproof_few_rows"
 # For more rows, an expert computes too many that do not visit it.
@@ -98,7 +98,7 @@ def few_rows_experts(
     top, inner = top_k_index.shape[1], down.shape[2]
     shared = {
         "TOP": triton.next_power_of_2(top), "EARLY": EARLY_LAUNCH, "launch_pdl": EARLY_LAUNCH, "num_warps": 4,
-        "BLOCK_M": 16 if rows <= 16 else 32 if rows <= 32 else 64,
+        "BLOCK_M": rows_at_a_time(rows),
     }  # fmt: skip
     chosen, scores = top_k_index.contiguous(), top_k_weights.contiguous()
     gated = torch.empty(rows, top, inner, dtype=hidden_states.dtype, device=hidden_states.device)

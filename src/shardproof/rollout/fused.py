@@ -1,6 +1,6 @@
 """A decoding step through kernels of our own, for models built as most are: RMS norms, rotary attention, a gated MLP.
 
-Eight kernels a layer read each weight once. Where experts stand in the MLP's place, its module routes the tokens, and
+Seven kernels a layer read each weight once. Where experts stand in the MLP's place, its module routes the tokens, and
 its experts run through two kernels. Whether a model is built that way is read off its modules; whether the step
 then computes what the model computes is found out by the decoder, which compares the two before it relies on this one.
 """
@@ -18,6 +18,7 @@ from shardproof.model import hf_private
 from shardproof.model.compiling import can_compile
 from shardproof.model.families import MOVING_ROPE
 from shardproof.rollout.decode import Prefilled
+from shardproof.rollout.progress import Progress
 
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 _HEAD_NORMS = {"q_norm", "k_norm"}
@@ -146,10 +147,17 @@ class FusedStep:
             if routes:
                 sums = mlp(normed[:, None]).transpose(0, 1)
                 continue
-            sums = kernels.project(normed, [mlp.gate_proj.weight, mlp.up_proj.weight])
-            sums = kernels.project(kernels.gate(sums, states), [mlp.down_proj.weight])
+            gated = kernels.gate_up(normed, mlp.gate_proj.weight, mlp.up_proj.weight)
+            sums = kernels.project(gated, [mlp.down_proj.weight])
         normed = kernels.add_norm(states, sums, *_norm(self._base.norm))
         return linear(normed, self._head.get_parameter("weight"))
+
+
+def fused_record(progress: Progress, temperature: float, logits: torch.Tensor) -> None:
+    """As `progress.record`, for a temperature above 0 and all of the vocabulary."""
+    from shardproof.rollout import draw_kernels  # as above
+
+    draw_kernels.record(progress, temperature, logits)
 
 
 def _norm(module: Any) -> tuple[torch.Tensor, float]:

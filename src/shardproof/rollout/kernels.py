@@ -1,8 +1,8 @@
 """Triton kernels for a decoding step of few rows, where every weight is read once and nothing else should take time.
 
 A matmul of few rows is a read of its weight. To keep all multiprocessors reading, its columns are shared out as well as
-its rows, and each share's partial sums are added up by the kernel that comes next anyway: the residual with its norm,
-the gate, or attention. Attention also rotates the new query and key, puts key and value into the cache, and reads of
+its rows, and each share's partial sums are added up by the kernel that comes next anyway: the residual with its norm, or
+attention. Attention also rotates the new query and key, puts key and value into the cache, and reads of
 the cache only what is filled. Each kernel may begin before the one ahead of it has ended, with what it does not need of
 it: its weights.
 """
@@ -18,10 +18,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 # Kernels wait for the one before them inside, not at their start (CUDA's programmatic dependent launch).
 EARLY_LAUNCH = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
-# Found by trying, on an H200 with 32 rows: blocks of a weight, how many of them there should be, cached tokens that
-# attention takes at a time, and inner states that a gate takes.
+# Found by trying, on an H200 with 32 rows: blocks of a weight, how many of them there should be, and cached tokens that
+# attention takes at a time.
 _BLOCK_N, _BLOCK_K, _TARGET_BLOCKS = 64, 128, 256
-_BLOCK_T, _BLOCK_GATE = 64, 1024
+_GATE_UP = {"BLOCK_N": 64, "BLOCK_K": 64, "num_warps": 4, "num_stages": 4}
+_BLOCK_T = 64
 
 
 @triton.jit
@@ -100,22 +101,30 @@ def _add_norm_kernel(
 
 
 @triton.jit
-def _gate_kernel(
-    sums_ptr,  # [shares, rows, 2 * n]: gate, up
+def _gate_up_kernel(
+    x_ptr,  # [rows, k]
+    gate_ptr, up_ptr,  # [n, k]
     out_ptr,  # [rows, n]
-    rows, n,
-    SHARES: tl.constexpr, EARLY: tl.constexpr, BLOCK: tl.constexpr,
+    rows, n, k,
+    EARLY: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    row, column = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    here = column < n
+    column, inner = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+    row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    here = (row < rows)[:, None]
+    x_at = x_ptr + row[:, None] * k + inner[None, :]
+    gate_at = gate_ptr + column[:, None] * k + inner[None, :]
+    up_at = up_ptr + column[:, None] * k + inner[None, :]
+    first_gate, first_up = tl.load(gate_at), tl.load(up_at)
     begin(EARLY)
-    gate, up = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
-    for share in tl.static_range(SHARES):
-        at = sums_ptr + (share * rows + row) * 2 * n + column
-        gate += tl.load(at, mask=here, other=0.0)
-        up += tl.load(at + n, mask=here, other=0.0)
+    x = tl.trans(tl.load(x_at, mask=here, other=0.0))
+    gate, up = tl.dot(first_gate, x), tl.dot(first_up, x)
+    for at in range(BLOCK_K, k, BLOCK_K):
+        x = tl.trans(tl.load(x_at + at, mask=here, other=0.0))
+        gate = tl.dot(tl.load(gate_at + at), x, gate)
+        up = tl.dot(tl.load(up_at + at), x, up)
     gated = gate * tl.sigmoid(gate) * up
-    tl.store(out_ptr + row * n + column, gated.to(out_ptr.dtype.element_ty), mask=here)
+    out_at = out_ptr + row[None, :] * n + column[:, None]
+    tl.store(out_at, gated.to(out_ptr.dtype.element_ty), mask=(row < rows)[None, :])
 
 
 @triton.jit
@@ -237,7 +246,7 @@ def project(
     shares = _num_shares(n, k)
     first, second, third = (*weights, weights[0], weights[0])[:3]
     given = biases if biases is not None else weights
-    block_m = 16 if rows <= 16 else 32 if rows <= 32 else 64
+    block_m = rows_at_a_time(rows)
     out = torch.empty(shares, rows, n, dtype=torch.float32, device=x.device)
     _project_kernel[(n // _BLOCK_N, shares, triton.cdiv(rows, block_m))](
         x, first, second, third, *(*given, given[0], given[0])[:3], out,
@@ -247,6 +256,10 @@ def project(
         num_warps=4, num_stages=2, launch_pdl=EARLY_LAUNCH,
     )  # fmt: skip
     return out
+
+
+def rows_at_a_time(rows: int) -> int:
+    return 16 if rows <= 16 else 32 if rows <= 32 else 64
 
 
 def _num_shares(n: int, k: int) -> int:
@@ -271,14 +284,15 @@ def add_norm(
     return out
 
 
-def gate(sums: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up of the partial sums [shares, rows, 2 * n], in the dtype of `like`."""
-    shares, rows, n = sums.shape[0], sums.shape[1], sums.shape[2] // 2
-    out = torch.empty(rows, n, dtype=like.dtype, device=like.device)
-    _gate_kernel[(rows, triton.cdiv(n, _BLOCK_GATE))](
-        sums, out, rows, n,
-        SHARES=shares, EARLY=EARLY_LAUNCH, BLOCK=_BLOCK_GATE, num_warps=4, launch_pdl=EARLY_LAUNCH,
-    )  # fmt: skip
+def gate_up(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """silu(x @ gate.T) * (x @ up.T) of x [rows, k], rounded once."""
+    rows, k = x.shape
+    n = len(gate)
+    block_m = rows_at_a_time(rows)
+    out = torch.empty(rows, n, dtype=x.dtype, device=x.device)
+    _gate_up_kernel[(n // _GATE_UP["BLOCK_N"], triton.cdiv(rows, block_m))](
+        x, gate, up, out, rows, n, k, EARLY=EARLY_LAUNCH, BLOCK_M=block_m, **_GATE_UP, launch_pdl=EARLY_LAUNCH
+    )
     return out
 
 
@@ -304,6 +318,6 @@ def attend(
         sums, *tables, q_norm, k_norm, keys, values, positions, out, rows, scale, eps, capacity,
         HEADS=heads, KEY_HEADS=key_heads, WIDTH=width, NORM=norms is not None,
         SHARES=len(sums), EARLY=EARLY_LAUNCH, BLOCK_G=max(16, triton.next_power_of_2(heads // key_heads)), BLOCK_T=_BLOCK_T,
-        num_warps=4, num_stages=3, launch_pdl=EARLY_LAUNCH,
+        num_warps=4, num_stages=2, launch_pdl=EARLY_LAUNCH,
     )  # fmt: skip
     return out

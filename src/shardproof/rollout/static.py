@@ -11,25 +11,26 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel, StaticCache
 from transformers.cache_utils import StaticLayer
 
-from shardproof.rollout.decode import Prefilled, choose, last_logits, uniform_numbers
+from shardproof.rollout.decode import Prefilled, last_logits
 from shardproof.rollout.engine import Completion, Request, Sampling
-from shardproof.rollout.fused import FusedStep, can_fuse
+from shardproof.rollout.fused import FusedStep, can_fuse, fused_record
+from shardproof.rollout.progress import Progress, draws_rightly
 
 logger = logging.getLogger(__name__)
 
 FIXED = "shardproof_fixed_cache"
 # Cache lengths are rounded up to this, so that prompts of other lengths use the same graph.
 _LENGTH_STEP = 128
-_CHECK_EVERY = 16  # steps between two looks at whether every row has finished
+_CHECK_EVERY = 8  # steps between two looks at whether every row has finished
 _KEPT = 3  # graphs: for training, for evaluation, and for the canary
 _COMPARED = 4  # rows on which fused kernels are compared with the model
 _MAX_DISTANCE = (
@@ -134,7 +135,7 @@ class FixedDecoder:
         if loop is None:
             while len(self._loops) >= _KEPT:
                 self._loops.pop(next(iter(self._loops)))
-            loop = _Loop(self._step(requests, length), len(requests), sampling, self._device)
+            loop = self._loop(requests, length, sampling)
         self._loops[key] = loop
         tokens, logprobs = loop.run(started, [request.seed for request in requests])
         return [
@@ -142,34 +143,45 @@ class FixedDecoder:
             for row, scores in zip(tokens.tolist(), logprobs.tolist(), strict=True)
         ]
 
-    def _step(self, requests: Sequence[Request], length: int) -> Step:
-        """The fastest step that computes what the model computes."""
+    def _loop(self, requests: Sequence[Request], length: int, sampling: Sampling) -> _Loop:
+        """With the fastest step that computes what the model computes."""
         if self._fuses is None:
             problem = self._compare(requests[:_COMPARED])
             self._fuses = problem is None
             if problem is not None:
                 logger.warning("decoding without fused kernels: %s", problem)
-        if self._fuses:
-            return FusedStep(self._model, len(requests), length)
-        return ModelStep(self._model, len(requests), length, self._device)
+        progress = Progress(len(requests), sampling, self._device)
+        if not self._fuses:
+            return _Loop(
+                ModelStep(self._model, len(requests), length, self._device), progress, progress.record
+            )
+        step, record = FusedStep(self._model, len(requests), length), progress.record
+        if sampling.temperature > 0 and sampling.top_p == 1.0:
+            record = partial(fused_record, progress, sampling.temperature)
+        return _Loop(step, progress, record)
 
     def _compare(self, requests: Sequence[Request]) -> str | None:
-        """Why fused kernels cannot be used: they fail, or say something else of the next token than the model."""
+        """Why fused kernels cannot be used: they fail, or say or draw something else than the model."""
         started = Prefilled(self._model, requests, self._device)
         ids, positions = started.logits.argmax(-1, keepdim=True), started.last_positions + 1
         length = started.length + 1
         written = ModelStep(self._model, len(requests), length, self._device)
+        progress = Progress(len(requests), Sampling(1), self._device)
+        progress.begin(started.last_positions, [request.seed for request in requests])
         try:
             fused = FusedStep(self._model, len(requests), length)
             found = []
             for step in (fused, written):
                 step.fill(started)
                 found.append(torch.log_softmax(step(ids, positions).float(), -1))
+            fused_record(progress, 1.0, started.logits)
         except Exception as error:  # whatever a kernel's compiler and launcher raise
             return f"they failed ({type(error).__name__}: {error})"
         # Likely tokens count: what is hardly ever drawn may be far off.
         distance = float((found[1].exp() * (found[0] - found[1]).abs()).sum(-1).max())
-        return None if distance < _MAX_DISTANCE else f"their log-probs differ by {distance:.3g}"
+        if not distance < _MAX_DISTANCE:
+            return f"their log-probs differ by {distance:.3g}"
+        return None if draws_rightly(progress, started.logits) else "they draw other tokens"
 
 
 def _completion(tokens: list[int], logprobs: list[float], sampling: Sampling, version: int) -> Completion:
@@ -182,75 +194,52 @@ def _completion(tokens: list[int], logprobs: list[float], sampling: Sampling, ve
 class _Loop:
     """The memory of one batch size, cache length and sampling, and the step that works in it."""
 
-    def __init__(self, step: Step, rows: int, sampling: Sampling, device: torch.device):
+    def __init__(self, step: Step, progress: Progress, record: Callable[[torch.Tensor], None]):
         self._model = step
-        self._sampling = sampling
-        self._device = device
-        steps = sampling.max_new_tokens
-
-        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
-
-        self._ids, self._positions, self._step = zeros(rows, 1), zeros(rows, 1), zeros(1)
-        self._uniform = zeros(steps, rows, dtype=torch.float64)
-        self._tokens, self._logprobs = zeros(steps, rows), zeros(steps, rows, dtype=torch.float32)
-        self._done = zeros(rows, dtype=torch.bool)
-        self._stops = torch.tensor(sampling.stop_ids or (-1,), device=device)
+        self._progress = progress
+        self._record = record
+        self._device = progress.tokens.device
+        self._captures = self._device.type == "cuda" and len(progress.tokens) > 1
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._captures = device.type == "cuda" and steps > 1
+        self._watch = _Watch(progress.done)
 
     def run(self, started: Prefilled, seeds: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """(tokens, log-probs), each [rows, steps], on the host."""
-        steps = self._sampling.max_new_tokens
-        numbers = uniform_numbers(seeds, np.arange(steps)[:, None])
         if self._captures and self._graph is None:
-            self._captures = self._capture(started)
-        self._uniform.copy_(torch.from_numpy(numbers))
-        self._fill(started)
+            self._captures = self._capture(started, seeds)
+        self._begin(started, seeds)
         self._record(started.logits)
-        taken = 1
+        steps, taken = len(self._progress.tokens), 1
         for taken in range(1, steps + 1):
-            if taken == steps or (taken % _CHECK_EVERY == 1 and bool(self._done.all())):
+            if taken == steps or (taken % _CHECK_EVERY == 1 and self._watch.all_done()):
                 break
             self._graph.replay() if self._graph is not None else self._advance()
-        return self._tokens[:taken].T.cpu(), self._logprobs[:taken].T.cpu()
+        return self._progress.tokens[:taken].T.cpu(), self._progress.logprobs[:taken].T.cpu()
 
-    def _fill(self, started: Prefilled) -> None:
+    def _begin(self, started: Prefilled, seeds: list[int]) -> None:
         """Put the prompts' keys and values into the fixed cache, and begin at its end."""
         self._model.fill(started)
-        self._positions.copy_(started.last_positions)
-        self._step.zero_()
-        self._done.zero_()
-
-    def _record(self, logits: torch.Tensor) -> None:
-        """Draw a token for each row and note it; what follows its position is set up. Nothing waits for the host."""
-        uniform = self._uniform.index_select(0, self._step).squeeze(0)
-        tokens, logprobs = choose(logits, uniform, self._sampling)
-        self._tokens.index_copy_(0, self._step, tokens[None])
-        self._logprobs.index_copy_(0, self._step, logprobs[None])
-        self._done.logical_or_(torch.isin(tokens, self._stops))
-        self._ids.copy_(tokens[:, None])
-        self._positions.add_(1)
-        self._step.add_(1)
+        self._progress.begin(started.last_positions, seeds)
+        self._watch.begin()
 
     def _advance(self) -> None:
         """One step: the last token in, the next one out."""
-        self._record(self._model(self._ids, self._positions))
+        self._record(self._model(self._progress.ids, self._progress.positions))
 
-    def _capture(self, started: Prefilled) -> bool:
+    def _capture(self, started: Prefilled, seeds: list[int]) -> bool:
         """Run a step twice for what happens only once, then record it; what they write is written over by `run`.
 
         A step for which the host waits, as it does for the token counts of experts that run one by one, cannot be
         recorded.
         """
-        self._fill(started)
+        self._begin(started, seeds)
         stream = torch.cuda.Stream(self._device)
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
             self._advance()
-            self._step.zero_()
+            self._progress.step.zero_()
             waits = _host_waits(self._advance)
-            self._step.zero_()
+            self._progress.step.zero_()
         torch.cuda.current_stream(self._device).wait_stream(stream)
         if waits:
             logger.warning("decoding without CUDA graphs: the host waits for a step of this model")
@@ -260,6 +249,32 @@ class _Loop:
             self._advance()
         self._graph = graph
         return True
+
+
+class _Watch:
+    """Whether all rows have finished. On CUDA it tells what was so when it was last asked, and does not wait for the steps
+    that were launched since: a device that has run out of them idles until the host has launched more."""
+
+    def __init__(self, done: torch.Tensor):
+        self._done = done
+        self._flag: torch.Tensor | None = None
+        if done.is_cuda:
+            self._flag = torch.zeros(1, dtype=torch.bool, pin_memory=True)
+            self._noted = torch.cuda.Event()
+
+    def begin(self) -> None:
+        if self._flag is not None:
+            self._noted.synchronize()
+            self._flag.zero_()
+
+    def all_done(self) -> bool:
+        if self._flag is None:
+            return bool(self._done.all())
+        self._noted.synchronize()
+        found = bool(self._flag)
+        self._flag.copy_(self._done.all(), non_blocking=True)
+        self._noted.record()
+        return found
 
 
 def _host_waits(step: Callable[[], None]) -> bool:

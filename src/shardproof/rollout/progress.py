@@ -1,0 +1,59 @@
+"""What a decoding step reads and writes beside the model: memory that stays where it is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from shardproof.rollout.decode import choose, uniform_numbers
+from shardproof.rollout.engine import Sampling
+
+_ROUNDING = 1e-5  # of a running sum of probabilities
+
+
+class Progress:
+    """How far each row of a batch has come, with room for all its tokens."""
+
+    def __init__(self, rows: int, sampling: Sampling, device: torch.device):
+        self.sampling = sampling
+        steps = sampling.max_new_tokens
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        self.ids, self.positions, self.step = zeros(rows, 1), zeros(rows, 1), zeros(1)
+        self.uniform = zeros(steps, rows, dtype=torch.float64)
+        self.tokens, self.logprobs = zeros(steps, rows), zeros(steps, rows, dtype=torch.float32)
+        self.done = zeros(rows, dtype=torch.bool)
+        self.stops = torch.tensor(sampling.stop_ids or (-1,), device=device)
+
+    def begin(self, last_positions: torch.Tensor, seeds: Sequence[int]) -> None:
+        """Stand behind the prompts."""
+        numbers = uniform_numbers(seeds, np.arange(len(self.uniform))[:, None])
+        self.uniform.copy_(torch.from_numpy(numbers))
+        self.positions.copy_(last_positions)
+        self.step.zero_()
+        self.done.zero_()
+
+    def record(self, logits: torch.Tensor) -> None:
+        """Draw a token for each row and note it; what follows its position is set up. Nothing waits for the host."""
+        uniform = self.uniform.index_select(0, self.step).squeeze(0)
+        tokens, logprobs = choose(logits, uniform, self.sampling)
+        self.tokens.index_copy_(0, self.step, tokens[None])
+        self.logprobs.index_copy_(0, self.step, logprobs[None])
+        self.done.logical_or_(torch.isin(tokens, self.stops))
+        self.ids.copy_(tokens[:, None])
+        self.positions.add_(1)
+        self.step.add_(1)
+
+
+def draws_rightly(progress: Progress, logits: torch.Tensor) -> bool:
+    """Whether the tokens drawn first, at temperature 1, are those that the rows' numbers ask for, but for rounding."""
+    every = torch.log_softmax(logits.double(), -1)
+    token, uniform = progress.tokens[0][:, None], progress.uniform[0][:, None]
+    logprob = every.gather(1, token)
+    end = every.exp().cumsum(-1).gather(1, token)
+    is_there = (uniform < end + _ROUNDING) & (uniform >= end - logprob.exp() - _ROUNDING)
+    return bool((is_there & ((logprob - progress.logprobs[0][:, None]).abs() < 1e-2)).all())
