@@ -106,27 +106,49 @@ class OtherStep(ModelStep):
 
 @pytest.mark.parametrize(
     ("fault", "used", "said"),
-    [
-        (None, True, ""),
-        ("differs", False, "differ by"),
-        ("fails", False, "no such instruction"),
-        ("draws", False, "draw other tokens"),
-    ],
+    [(None, True, ""), ("differs", False, "differ by"), ("fails", False, "no such instruction")],
 )
 def test_a_fused_step_is_used_if_it_computes_what_the_model_does(
     model, monkeypatch, caplog, fault, used, said
 ):
-    def record(progress, temperature, logits):
-        progress.record(logits.roll(1, -1) if fault == "draws" else logits)
-
     monkeypatch.setattr(static, "FusedStep", type("Step", (OtherStep,), {"fault": fault}))
-    monkeypatch.setattr(static, "fused_record", record)
     decoder = FixedDecoder(model, CPU)
     decoder._fuses = None  # it could, and has not been compared
     requests = [Request(prompt, seed) for seed, prompt in enumerate(PROMPTS)]
     assert_same(fixed(decoder, requests, Sampling(9)), grown(model, requests, Sampling(9)))
     assert decoder._fuses is used
     assert said in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("fault", "used", "said"),
+    [(None, True, ""), ("differs", False, "draw other tokens"), ("fails", False, "no such instruction")],
+)
+def test_kernels_that_draw_are_used_if_they_draw_what_was_asked_for(
+    model, monkeypatch, caplog, fault, used, said
+):
+    def record(progress, temperature, logits):
+        if fault == "fails":
+            raise RuntimeError("no such instruction")
+        calls.append(temperature)
+        progress.record(logits.roll(1, -1) if fault == "differs" else logits)
+
+    calls = []
+    monkeypatch.setattr(static, "fused_record", record)
+    decoder = FixedDecoder(model, CPU)
+    decoder._draws = None
+    requests = [Request(prompt, seed) for seed, prompt in enumerate(PROMPTS)]
+    for sampling in (
+        Sampling(9),
+        Sampling(9, temperature=0.7),
+        Sampling(9, temperature=0.0),
+        Sampling(9, top_p=0.5),
+    ):
+        assert_same(fixed(decoder, requests, sampling), grown(model, requests, sampling))
+    assert decoder._draws is used
+    assert said in caplog.text
+    # Once to compare; then all draws of the two that they are for.
+    assert calls == {None: [1.0] * 10 + [0.7] * 9, "differs": [1.0], "fails": []}[fault]
 
 
 def test_no_requests(model):

@@ -50,9 +50,7 @@ class Model(Section):
     cpu_offload: bool = False
     sequence_parallel: Positive = 1
     checkpoint_activations: bool | int | Literal["auto"] = False
-    reshard_after_forward: bool | None = (
-        None  # False: gather once a step; None: if "auto" above finds the memory
-    )
+    reshard_after_forward: bool | None = None  # False: gather once a step; None: if "auto" finds the memory
     compile: bool | None = None  # the blocks; None: on CUDA in 16 bits with FSDP2, where Triton is installed
     lora: Lora | None = None
     trust_remote_code: bool = False

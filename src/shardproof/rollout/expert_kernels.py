@@ -103,18 +103,9 @@ def few_rows_experts(
     chosen, scores = top_k_index.contiguous(), top_k_weights.contiguous()
     gated = torch.empty(rows, top, inner, dtype=hidden_states.dtype, device=hidden_states.device)
     _gate_up_kernel[(inner // _GATE_UP["BLOCK_N"], len(down))](
-        hidden_states.contiguous(),
-        gate_up,
-        chosen,
-        scores,
-        gated,
-        rows,
-        inner,
-        hidden,
-        top,
-        **_GATE_UP,
-        **shared,
-    )
+        hidden_states.contiguous(), gate_up, chosen, scores, gated, rows, inner, hidden, top,
+        **_GATE_UP, **shared,
+    )  # fmt: skip
     sums = torch.empty(top, rows, hidden, dtype=torch.float32, device=hidden_states.device)
     _down_kernel[(hidden // _DOWN["BLOCK_N"], len(down))](
         gated, down, chosen, sums, rows, hidden, inner, top, **_DOWN, **shared

@@ -2,9 +2,9 @@
 
 A matmul of few rows is a read of its weight. To keep all multiprocessors reading, its columns are shared out as well as
 its rows, and each share's partial sums are added up by the kernel that comes next anyway: the residual with its norm, or
-attention. Attention also rotates the new query and key, puts key and value into the cache, and reads of
-the cache only what is filled. Each kernel may begin before the one ahead of it has ended, with what it does not need of
-it: its weights.
+attention. Attention also rotates the new query and key, puts key and value into the cache, and reads of the cache only
+what is filled. Gate and up, which are large enough, are read by one kernel that needs no shares. Each kernel may begin
+before the one ahead of it has ended, with what it does not need of it: its weights.
 """
 
 from __future__ import annotations
@@ -259,6 +259,7 @@ def project(
 
 
 def rows_at_a_time(rows: int) -> int:
+    """That a matmul takes of x; matrix units know no fewer than 16."""
     return 16 if rows <= 16 else 32 if rows <= 32 else 64
 
 
@@ -316,8 +317,8 @@ def attend(
     out = torch.empty(rows, heads * width, dtype=keys.dtype, device=keys.device)
     _attend_kernel[(rows, key_heads)](
         sums, *tables, q_norm, k_norm, keys, values, positions, out, rows, scale, eps, capacity,
-        HEADS=heads, KEY_HEADS=key_heads, WIDTH=width, NORM=norms is not None,
-        SHARES=len(sums), EARLY=EARLY_LAUNCH, BLOCK_G=max(16, triton.next_power_of_2(heads // key_heads)), BLOCK_T=_BLOCK_T,
+        HEADS=heads, KEY_HEADS=key_heads, WIDTH=width, NORM=norms is not None, SHARES=len(sums),
+        EARLY=EARLY_LAUNCH, BLOCK_G=max(16, triton.next_power_of_2(heads // key_heads)), BLOCK_T=_BLOCK_T,
         num_warps=4, num_stages=2, launch_pdl=EARLY_LAUNCH,
     )  # fmt: skip
     return out

@@ -20,6 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel, StaticCache
 from transformers.cache_utils import StaticLayer
 
+from shardproof.model.compiling import can_compile
 from shardproof.rollout.decode import Prefilled, last_logits
 from shardproof.rollout.engine import Completion, Request, Sampling
 from shardproof.rollout.fused import FusedStep, can_fuse, fused_record
@@ -32,7 +33,7 @@ FIXED = "shardproof_fixed_cache"
 _LENGTH_STEP = 128
 _CHECK_EVERY = 8  # steps between two looks at whether every row has finished
 _KEPT = 3  # graphs: for training, for evaluation, and for the canary
-_COMPARED = 4  # rows on which fused kernels are compared with the model
+_COMPARED = 4  # rows on which kernels are compared with plain code
 _MAX_DISTANCE = (
     0.25  # of their log-probs, by how likely the tokens are; 16 bits may send a token to another expert
 )
@@ -120,8 +121,9 @@ class FixedDecoder:
         self._model = model
         self._device = device
         self._loops: dict[Any, _Loop] = {}
-        # Whether steps run through kernels of our own; None: they could, and have not yet been compared.
+        # Whether steps, and draws, run through kernels of our own; None: they could, and have not yet been compared.
         self._fuses: bool | None = None if can_fuse(model, device) else False
+        self._draws: bool | None = None if can_compile(device, model.dtype) else False
 
     def __call__(self, requests: Sequence[Request], sampling: Sampling, version: int) -> list[Completion]:
         """Complete all requests in one batch."""
@@ -135,7 +137,7 @@ class FixedDecoder:
         if loop is None:
             while len(self._loops) >= _KEPT:
                 self._loops.pop(next(iter(self._loops)))
-            loop = self._loop(requests, length, sampling)
+            loop = self._loop(requests, started, length, sampling)
         self._loops[key] = loop
         tokens, logprobs = loop.run(started, [request.seed for request in requests])
         return [
@@ -143,45 +145,58 @@ class FixedDecoder:
             for row, scores in zip(tokens.tolist(), logprobs.tolist(), strict=True)
         ]
 
-    def _loop(self, requests: Sequence[Request], length: int, sampling: Sampling) -> _Loop:
-        """With the fastest step that computes what the model computes."""
+    def _loop(
+        self, requests: Sequence[Request], started: Prefilled, length: int, sampling: Sampling
+    ) -> _Loop:
+        """With the fastest step, and the fastest draw, that compute what the plain ones compute."""
+        rows = len(requests)
         if self._fuses is None:
-            problem = self._compare(requests[:_COMPARED])
-            self._fuses = problem is None
-            if problem is not None:
-                logger.warning("decoding without fused kernels: %s", problem)
-        progress = Progress(len(requests), sampling, self._device)
-        if not self._fuses:
-            return _Loop(
-                ModelStep(self._model, len(requests), length, self._device), progress, progress.record
-            )
-        step, record = FusedStep(self._model, len(requests), length), progress.record
-        if sampling.temperature > 0 and sampling.top_p == 1.0:
-            record = partial(fused_record, progress, sampling.temperature)
-        return _Loop(step, progress, record)
+            self._fuses = _can_rely("fused kernels", partial(self._compare_steps, requests[:_COMPARED]))
+        if self._draws is None:
+            seeds = [request.seed for request in requests[:_COMPARED]]
+            self._draws = _can_rely("kernels that draw", partial(self._compare_draws, started, seeds))
+        step: Step = (
+            FusedStep(self._model, rows, length)
+            if self._fuses
+            else ModelStep(self._model, rows, length, self._device)
+        )
+        progress = Progress(rows, sampling, self._device)
+        if self._draws and sampling.temperature > 0 and sampling.top_p == 1.0:
+            return _Loop(step, progress, partial(fused_record, progress, sampling.temperature))
+        return _Loop(step, progress, progress.record)
 
-    def _compare(self, requests: Sequence[Request]) -> str | None:
-        """Why fused kernels cannot be used: they fail, or say or draw something else than the model."""
+    def _compare_steps(self, requests: Sequence[Request]) -> str | None:
+        """What is wrong with fused kernels: they say something else of the next token than the model."""
         started = Prefilled(self._model, requests, self._device)
         ids, positions = started.logits.argmax(-1, keepdim=True), started.last_positions + 1
-        length = started.length + 1
-        written = ModelStep(self._model, len(requests), length, self._device)
-        progress = Progress(len(requests), Sampling(1), self._device)
-        progress.begin(started.last_positions, [request.seed for request in requests])
-        try:
-            fused = FusedStep(self._model, len(requests), length)
-            found = []
-            for step in (fused, written):
-                step.fill(started)
-                found.append(torch.log_softmax(step(ids, positions).float(), -1))
-            fused_record(progress, 1.0, started.logits)
-        except Exception as error:  # whatever a kernel's compiler and launcher raise
-            return f"they failed ({type(error).__name__}: {error})"
+        rows, length = len(requests), started.length + 1
+        steps = FusedStep(self._model, rows, length), ModelStep(self._model, rows, length, self._device)
+        found = []
+        for step in steps:
+            step.fill(started)
+            found.append(torch.log_softmax(step(ids, positions).float(), -1))
         # Likely tokens count: what is hardly ever drawn may be far off.
         distance = float((found[1].exp() * (found[0] - found[1]).abs()).sum(-1).max())
-        if not distance < _MAX_DISTANCE:
-            return f"their log-probs differ by {distance:.3g}"
-        return None if draws_rightly(progress, started.logits) else "they draw other tokens"
+        return None if distance < _MAX_DISTANCE else f"their log-probs differ by {distance:.3g}"
+
+    def _compare_draws(self, started: Prefilled, seeds: list[int]) -> str | None:
+        """What is wrong with kernels that draw: other tokens, or log-probs, than the rows' numbers ask for."""
+        rows = len(seeds)
+        logits, progress = started.logits[:rows], Progress(rows, Sampling(1), self._device)
+        progress.begin(started.last_positions[:rows], seeds)
+        fused_record(progress, 1.0, logits)
+        return None if draws_rightly(progress, logits) else "they draw other tokens"
+
+
+def _can_rely(kernels: str, compare: Callable[[], str | None]) -> bool:
+    """Whether a comparison finds nothing wrong; says what it finds otherwise."""
+    try:
+        problem = compare()
+    except Exception as error:  # whatever a kernel's compiler and launcher raise
+        problem = f"they failed ({type(error).__name__}: {error})"
+    if problem is not None:
+        logger.warning("decoding without %s: %s", kernels, problem)
+    return problem is None
 
 
 def _completion(tokens: list[int], logprobs: list[float], sampling: Sampling, version: int) -> Completion:
