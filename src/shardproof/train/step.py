@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from shardproof.dist.collectives import exchange, raise_together, together
 from shardproof.dist.deadline import deadline, mesh_groups
 from shardproof.errors import fail
+from shardproof.model.compiling import is_compiled
 from shardproof.model.families import max_positions, num_experts
 from shardproof.model.packing import to_device
 from shardproof.model.roles import CRITIC, REFERENCE
@@ -84,7 +85,7 @@ def train_step(
 
     Collective: every rank of policy.mesh.
     """
-    seconds = deadline_s if deadline_s is not None else _DEADLINE_S[policy.device.type]
+    seconds = deadline_s if deadline_s is not None else _patience(policy)
     with deadline("train_step", "T308", seconds, _groups(policy)):
         work = _prepare(policy, batch, optimizer, loss, micro_batch_tokens, temperature, router_coef)
         try:
@@ -125,6 +126,11 @@ def train_step(
     )
     _count_skips(policy, result, max_consecutive_skips)
     return result
+
+
+def _patience(policy: ShardedModel) -> float:
+    """The deadline where none is given; what is compiled is compiled in the first step."""
+    return _DEADLINE_S["cuda" if is_compiled(policy.model) else policy.device.type]
 
 
 @dataclass(frozen=True)
