@@ -43,8 +43,9 @@ def _project_kernel(
     BIAS: tl.constexpr, SHARES: tl.constexpr, EARLY: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TWO: tl.constexpr,
 ):  # fmt: skip
-    at_n, share = tl.program_id(0) * BLOCK_N, tl.program_id(1)
-    row = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
+    # Blocks of rows come first: those that share a weight's block run side by side, and memory is read for one of them.
+    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    at_n, share = tl.program_id(1) * BLOCK_N, tl.program_id(2)
     weight_ptr, bias_ptr, local_n = first_ptr, first_bias_ptr, at_n
     if at_n >= first_n + second_n:
         weight_ptr, bias_ptr, local_n = third_ptr, third_bias_ptr, at_n - first_n - second_n
@@ -108,8 +109,8 @@ def _gate_up_kernel(
     rows, n, k,
     EARLY: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    column, inner = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
-    row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    column, inner = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
     here = (row < rows)[:, None]
     x_at = x_ptr + row[:, None] * k + inner[None, :]
     gate_at = gate_ptr + column[:, None] * k + inner[None, :]
@@ -243,12 +244,13 @@ def project(
     """x [rows, k] times up to three weights [n, k], side by side: partial sums [shares, rows, n of all] in float32."""
     rows, k = x.shape
     n = sum(map(len, weights))
-    shares = _num_shares(n, k)
     first, second, third = (*weights, weights[0], weights[0])[:3]
     given = biases if biases is not None else weights
     block_m = rows_at_a_time(rows)
+    row_blocks = triton.cdiv(rows, block_m)
+    shares = _num_shares(row_blocks * n // _BLOCK_N, k)
     out = torch.empty(shares, rows, n, dtype=torch.float32, device=x.device)
-    _project_kernel[(n // _BLOCK_N, shares, triton.cdiv(rows, block_m))](
+    _project_kernel[(row_blocks, n // _BLOCK_N, shares)](
         x, first, second, third, *(*given, given[0], given[0])[:3], out,
         rows, n, k, len(first), len(second) if len(weights) > 1 else 0,
         BIAS=biases is not None, SHARES=shares, EARLY=EARLY_LAUNCH,
@@ -263,10 +265,10 @@ def rows_at_a_time(rows: int) -> int:
     return 16 if rows <= 16 else 32 if rows <= 32 else 64
 
 
-def _num_shares(n: int, k: int) -> int:
+def _num_shares(blocks: int, k: int) -> int:
     """Into how many shares a weight's columns go, so that all multiprocessors have some of it to read."""
     shares = 1
-    while n // _BLOCK_N * shares < _TARGET_BLOCKS and k // _BLOCK_K % (2 * shares) == 0:
+    while blocks * shares < _TARGET_BLOCKS and k // _BLOCK_K % (2 * shares) == 0:
         shares *= 2
     return shares
 
@@ -291,7 +293,7 @@ def gate_up(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> torch.Tens
     n = len(gate)
     block_m = rows_at_a_time(rows)
     out = torch.empty(rows, n, dtype=x.dtype, device=x.device)
-    _gate_up_kernel[(n // _GATE_UP["BLOCK_N"], triton.cdiv(rows, block_m))](
+    _gate_up_kernel[(triton.cdiv(rows, block_m), n // _GATE_UP["BLOCK_N"])](
         x, gate, up, out, rows, n, k, EARLY=EARLY_LAUNCH, BLOCK_M=block_m, **_GATE_UP, launch_pdl=EARLY_LAUNCH
     )
     return out
