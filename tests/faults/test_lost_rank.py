@@ -13,7 +13,6 @@ from tests.models import tiny_config
 from tests.ranks import run_ranks, run_ranks_outcomes
 
 DEADLINE_S = 5.0
-GROUP_TIMEOUT_S = 60.0  # of the process group, which must not be what ends the wait
 SEQUENCES = [[(7 * i + 3 * j) % 101 for j in range(9)] for i in range(4)]
 
 
@@ -89,7 +88,7 @@ def test_rank_that_dies_in_a_step(num_ranks, options, where, how, exit_code):
         kind, (seconds, code, message) = outcome
         assert kind == "ok"
         assert code == "T308"
-        assert seconds < GROUP_TIMEOUT_S / 2
+        assert seconds < DEADLINE_S + 2
         assert message.startswith(
             f"T308 train_step: rank {rank}: another rank was lost or did not answer within 5 s"
         )
@@ -104,12 +103,12 @@ def test_rank_that_is_slower_than_the_deadline():
     outcomes = run_ranks_outcomes(2, step_with_lost_rank, {}, 1, at_the_second_block, doze, timeout=60)
     kind, (seconds, code, message) = outcomes[0]
     assert (kind, code) == ("ok", "T308")
-    assert DEADLINE_S - 1 < seconds < GROUP_TIMEOUT_S / 2
+    assert DEADLINE_S - 1 < seconds < DEADLINE_S + 2
     assert "within 5 s" in message
     # The slow rank finds its peers gone.
     kind, (seconds, code, _) = outcomes[1]
     assert (kind, code) == ("ok", "T308")
-    assert seconds < GROUP_TIMEOUT_S / 2
+    assert seconds < 2 * DEADLINE_S + 4
 
 
 def step_with_pause(seconds):

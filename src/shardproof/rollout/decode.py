@@ -160,30 +160,26 @@ def choose(
         every = torch.log_softmax(logits.float(), dim=-1)
         tokens = every.argmax(dim=-1)
         return tokens, every.gather(1, tokens[:, None]).squeeze(1)
-    if sampling.top_p == 1.0:
-        return _invert(*_weigh(logits, sampling.temperature), uniform, logits.shape[1])
-    blocks, _ = _weigh(logits, sampling.temperature)
-    blocks = _nucleus(blocks.flatten(1), sampling.top_p).view_as(blocks)
-    return _invert(blocks, blocks.sum(-1, dtype=torch.float64), uniform, logits.shape[1])
+    blocks = _weigh(logits, sampling.temperature)
+    if sampling.top_p < 1.0:
+        blocks = _nucleus(blocks.flatten(1), sampling.top_p).view_as(blocks)
+    return _invert(blocks, uniform, logits.shape[1])
 
 
-def _weigh(logits: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """(weights that are proportional to probabilities, in blocks, the blocks' sums)."""
+def _weigh(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Weights that are proportional to probabilities, in blocks."""
     scaled = logits.float() if temperature == 1.0 else logits.float() / temperature
     weights = (scaled - scaled.amax(-1, keepdim=True)).exp()
-    blocks = pad(weights, (0, -weights.shape[1] % _BLOCK)).view(len(weights), -1, _BLOCK)
-    return blocks, blocks.sum(-1, dtype=torch.float64)
+    return pad(weights, (0, -weights.shape[1] % _BLOCK)).view(len(weights), -1, _BLOCK)
 
 
-def _invert(
-    blocks: torch.Tensor, sums: torch.Tensor, uniform: torch.Tensor, size: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _invert(blocks: torch.Tensor, uniform: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(which of `size` entries makes each row's running sum of weights pass its share of the total, its log-prob).
 
     The running sum goes over blocks first, and then through the one that is passed: over a whole vocabulary it is a
     long chain, on which a device with few rows would spend a good part of a step.
     """
-    ends = sums.cumsum(-1)
+    ends = blocks.sum(-1, dtype=torch.float64).cumsum(-1)
     total = ends[:, -1]
     aim = (uniform * total)[:, None]
     block = torch.searchsorted(ends, aim, right=True).clamp(max=blocks.shape[1] - 1)

@@ -121,15 +121,15 @@ class FusedStep:
 
     def __call__(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Logits [rows, vocabulary] after tokens [rows, 1] at their positions."""
-        if not self._experts:
-            return self._advance(ids, positions)
-        from shardproof.rollout.expert_kernels import FEW_ROWS  # as below
+        from shardproof.rollout.expert_kernels import (
+            FEW_ROWS,
+        )  # Triton is there where this runs, not everywhere
 
         with hf_private.experts_through(self._experts, FEW_ROWS):
             return self._advance(ids, positions)
 
     def _advance(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        from shardproof.rollout import kernels  # Triton is there where this runs, not everywhere
+        from shardproof.rollout import kernels  # as above
 
         states, sums = self._base.embed_tokens(ids[:, 0]), None
         for block, routes, cache in zip(self._base.layers, self._routes, self._cache, strict=True):

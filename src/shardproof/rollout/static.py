@@ -34,9 +34,8 @@ _LENGTH_STEP = 128
 _CHECK_EVERY = 8  # steps between two looks at whether every row has finished
 _KEPT = 3  # graphs: for training, for evaluation, and for the canary
 _COMPARED = 4  # rows on which kernels are compared with plain code
-_MAX_DISTANCE = (
-    0.25  # of their log-probs, by how likely the tokens are; 16 bits may send a token to another expert
-)
+# Of their log-probs, by how likely the tokens are; 16 bits may send a token to another expert.
+_MAX_DISTANCE = 0.25
 
 
 def grouped_attention(

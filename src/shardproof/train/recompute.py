@@ -87,7 +87,7 @@ class StepPlan:
     recompute: Recompute
     extents: Sequence[Extent | None]
     counts: Sequence[int]
-    has_room: bool = False  # for all parameters, gathered, on every rank
+    stays_gathered: bool  # there is memory for all parameters on every rank, and they may stay
 
     @contextmanager
     def forward(self, index: int) -> Iterator[None]:
@@ -129,6 +129,7 @@ class Recompute:
         self._device = policy.device
         self._sharers = _sharers(policy.device)
         self._groups = unit_groups(policy.inventory, policy.plan.units)
+        self._whole = sum(unit_bytes(group, policy.settings.compute_dtype) for group in self._groups)
         self._vocabulary = vocabulary_size(policy)
         self._trained = _local_bytes(policy.trainable_parameters())
         # FSDP1 has one gradient for all of a unit, frozen parameters included.
@@ -154,13 +155,12 @@ class Recompute:
         extents = [_extent(part, trimmed, policy.sequence_parallel) for part in micro_batches]
         free, total = self._free(self._device, self._sharers)
         budget = free - int(_MARGIN * total) - self._unallocated(policy, optimizer)
-        whole = sum(unit_bytes(group, policy.settings.compute_dtype) for group in self._groups)
         if policy.reshard_after_forward is False:
-            budget -= whole
+            budget -= self._whole
         rooms = [budget - self._beside(policy, extent, scoring) if extent else 0 for extent in extents]
         pairs = list(zip(extents, rooms, strict=True))
         wishes = [self.wish(extent, room) if extent else 0 for extent, room in pairs]
-        has_room = all(self.wish(extent, room - whole) == 0 for extent, room in pairs if extent)
+        has_room = all(self.wish(extent, room - self._whole) == 0 for extent, room in pairs if extent)
         answers = exchange([wishes, has_room])
         self.counts = [max(wish) for wish in zip(*(wishes for wishes, _ in answers), strict=True)]
         self._say(extents, budget)

@@ -91,10 +91,7 @@ def train_step(
         try:
             with scoring_context(policy, work.scoring):
                 sums = MetricSums(work.loss.metrics)
-                with staying_gathered(policy.module) if work.stays_gathered else nullcontext():
-                    losses = [
-                        _backward(policy, work, index, sums) for index in range(len(work.micro_batches))
-                    ]
+                losses = _accumulate(policy, work, sums)
                 verdict = agree(policy, losses, sums, local_square_norm(policy))
                 tensor = None
                 if not verdict.step:
@@ -130,7 +127,8 @@ def train_step(
 
 def _patience(policy: ShardedModel) -> float:
     """The deadline where none is given; what is compiled is compiled in the first step."""
-    return _DEADLINE_S["cuda" if is_compiled(policy.model) else policy.device.type]
+    plain = policy.device.type == "cpu" and not is_compiled(policy.model)
+    return _DEADLINE_S["cpu" if plain else "cuda"]
 
 
 @dataclass(frozen=True)
@@ -199,7 +197,7 @@ def _prepare(
         raise fail("C001", "train_step", message, fix="raise micro_batch_tokens, or use strategy='fsdp2'")
     recompute = plan_recompute(policy, micro_batches, optimizer, scoring, every_token=bool(router_coef))
     num_tokens = sum(count[1] for count in counts) // policy.sequence_parallel
-    stays = policy.reshard_after_forward is False or (recompute is not None and recompute.has_room)
+    stays = policy.reshard_after_forward is False or (recompute is not None and recompute.stays_gathered)
     return _Work(micro_batches, scoring, recompute, loss, temperature, router_coef, num_tokens, stays)
 
 
@@ -237,6 +235,12 @@ def _check_request(
     if missing and len(batch):
         raise fail("C004", "train_step", f"loss {loss.name!r} needs the columns {missing}.")
     check_batch(batch, vocabulary=vocabulary_size(policy), max_length=max_positions(config))
+
+
+def _accumulate(policy: ShardedModel, work: _Work, sums: MetricSums) -> list[torch.Tensor]:
+    """Add up all micro-batches' gradients; returns their losses. Collective: every rank."""
+    with staying_gathered(policy.module) if work.stays_gathered else nullcontext():
+        return [_backward(policy, work, index, sums) for index in range(len(work.micro_batches))]
 
 
 def _backward(policy: ShardedModel, work: _Work, index: int, sums: MetricSums) -> torch.Tensor:
