@@ -112,8 +112,8 @@ def run_rank(recipe_json: str) -> dict[str, float]:
     """One rank's run."""
     import torch.distributed as dist
 
-    from shardproof.rl.loop import Stopped
     from shardproof.rl.loop import train as run_recipe
+    from shardproof.rl.stopping import Stopped
 
     try:
         return run_recipe(from_json(recipe_json))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import signal
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from shardproof.rl.folder import claim_folder, go_on, note, report, save, save_m
 from shardproof.rl.imitation import demonstrate, held_out_loss
 from shardproof.rl.loggers import JsonLines, Logger, Progress, TensorBoard
 from shardproof.rl.setup import Run, Trained, set_up
+from shardproof.rl.stopping import StopFlag, Stopped
 from shardproof.rollout.engine import Request, Sampling
 from shardproof.train.batching import Batch, weigh
 from shardproof.train.loss import value
@@ -43,7 +43,7 @@ def train(recipe: Recipe, loggers: Sequence[Logger] = ()) -> dict[str, float]:
     init_distributed()
     with together("output"):
         claim_folder(folder, recipe)
-    with _StopFlag() as stop:
+    with StopFlag() as stop:
         run = set_up(recipe)
         gc.freeze()  # what is there now stays; looking through it for garbage in every step is in vain
         try:
@@ -55,7 +55,7 @@ def train(recipe: Recipe, loggers: Sequence[Logger] = ()) -> dict[str, float]:
                 run.rewards.close()
 
 
-def _train(run: Run, folder: Path, stop: _StopFlag, loggers: Sequence[Logger]) -> dict[str, float]:
+def _train(run: Run, folder: Path, stop: StopFlag, loggers: Sequence[Logger]) -> dict[str, float]:
     output = run.recipe.output
     step = saved = go_on(run, folder)
     outputs = [*loggers, *_make_loggers(run.recipe, folder, step)] if dist.get_rank() == 0 else []
@@ -268,31 +268,3 @@ def _step_metrics(updates: Sequence[Update]) -> dict[str, float]:
 def _make_loggers(recipe: Recipe, folder: Path, step: int) -> list[Logger]:
     loggers: list[Logger] = [JsonLines(folder, step), Progress(recipe.train.steps, step)]
     return [*loggers, TensorBoard(folder)] if recipe.output.tensorboard else loggers
-
-
-class Stopped(Exception):
-    """A signal ended the run after a whole step, and everything was saved."""
-
-    def __init__(self, number: int, step: int):
-        self.number = number
-        super().__init__(f"stopped by {signal.Signals(number).name} after step {step}")
-
-
-class _StopFlag:
-    """Inside the block SIGTERM and SIGINT are noted; the loop then saves and stops at the end of its step."""
-
-    def __init__(self) -> None:
-        self.number = 0  # of the signal
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> _StopFlag:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            self._before[number] = signal.signal(number, self._raise_flag)
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _raise_flag(self, number: int, _: Any) -> None:
-        self.number = number
