@@ -1,0 +1,76 @@
+"""Files that a stranger may have written: opened read-only, if they are plain files of a bearable size in their folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from shardproof.errors import fail
+
+MAX_TEXT_BYTES = 256 * 2**20
+
+
+def open_foreign(
+    path: Path, stage: str, *, code: str = "L103", inside: Path | None = None, max_bytes: int | None = None
+) -> BinaryIO:
+    """A regular file, open for reading; anything else raises `code` with the file's name.
+
+    With `inside`, the file must lie in that folder once links are followed (see `is_inside`). FIFOs and devices are not
+    waited for.
+    """
+    if inside is not None and not is_inside(path, inside):
+        raise fail("L110", stage, f"{path.name} leads out of {inside}.")
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except (OSError, ValueError) as error:
+        raise fail(code, stage, f"{path} cannot be opened: {getattr(error, 'strerror', error)}.") from error
+    found = os.fstat(descriptor)
+    if not stat.S_ISREG(found.st_mode):
+        os.close(descriptor)
+        raise fail(code, stage, f"{path} is not a regular file.")
+    if max_bytes is not None and found.st_size > max_bytes:
+        os.close(descriptor)
+        raise fail(code, stage, f"{path} has {found.st_size} bytes, allowed are {max_bytes}.")
+    return os.fdopen(descriptor, "rb")
+
+
+def read_foreign(
+    path: Path, stage: str, *, code: str = "L103", inside: Path | None = None, max_bytes: int = MAX_TEXT_BYTES
+) -> bytes:
+    """The whole content of a foreign file."""
+    with open_foreign(path, stage, code=code, inside=inside, max_bytes=max_bytes) as file:
+        try:
+            return file.read(max_bytes + 1)
+        except OSError as error:
+            raise fail(code, stage, f"{path} cannot be read: {error.strerror}.") from error
+
+
+def read_json(
+    path: Path, stage: str, *, code: str = "L103", inside: Path | None = None, max_bytes: int = MAX_TEXT_BYTES
+) -> Any:
+    """The JSON value in a foreign file. Text that is not UTF-8, too deep or no JSON raises `code`."""
+    raw = read_foreign(path, stage, code=code, inside=inside, max_bytes=max_bytes)
+    return parse_json(raw, path.name, stage, code=code)
+
+
+def parse_json(raw: bytes, label: str, stage: str, *, code: str = "L103") -> Any:
+    """The JSON value of foreign bytes."""
+    try:
+        return json.loads(raw.decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:  # both JSON's and UTF-8's errors are ValueErrors
+        raise fail(code, stage, f"{label} is not valid JSON: {error}.") from error
+
+
+def is_inside(path: Path, folder: Path) -> bool:
+    """Whether a file lies in a folder once links are followed.
+
+    A hub cache keeps a model's files in `blobs` and links to them from `snapshots/<commit>`; these links are inside.
+    """
+    real, root = Path(os.path.realpath(path)), Path(os.path.realpath(folder))
+    allowed = [root]
+    if root.parent.name == "snapshots":
+        allowed.append(root.parent.parent / "blobs")
+    return any(real.is_relative_to(place) for place in allowed)

@@ -1,0 +1,30 @@
+"""Foreign text on its way to a terminal."""
+
+from __future__ import annotations
+
+import unicodedata
+
+# Cc: control characters, which begin escape sequences. Cs: halves of surrogate pairs, which no terminal can be sent.
+# Zl and Zp: line breaks that hide in a line.
+_ESCAPED_CATEGORIES = {"Cc", "Cs", "Zl", "Zp"}
+# They change the order in which the text around them is shown.
+_BIDI_CONTROLS = set("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
+_KEPT = set("\n\t")
+
+
+def printable(text: object, limit: int | None = None) -> str:
+    """The text with everything escaped that a terminal would obey instead of show; at most `limit` characters."""
+    shown = str(text)
+    if limit is not None and len(shown) > limit:
+        shown = f"{shown[:limit]}..."
+    if shown.isprintable() and shown.isascii():
+        return shown
+    return "".join(_escaped(character) for character in shown)
+
+
+def _escaped(character: str) -> str:
+    if character in _KEPT:
+        return character
+    if unicodedata.category(character) in _ESCAPED_CATEGORIES or character in _BIDI_CONTROLS:
+        return character.encode("unicode_escape").decode("ascii")
+    return character

@@ -1,0 +1,144 @@
+"""A run's files are whole at every instant; a folder has one owner; strangers' files are opened with care."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardproof import files
+from shardproof.bounds import largest, require_number, within
+from shardproof.errors import ShardproofError
+from shardproof.files import FolderLock, append_line, current_folder, replace_folder, write_atomic
+from shardproof.foreign import open_foreign, read_foreign, read_json
+from shardproof.text import printable
+
+
+def test_a_file_that_cannot_be_finished_leaves_the_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "state.json"
+    write_atomic(path, "old")
+
+    def fail_to_sync(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(files.os, "fsync", fail_to_sync)
+    with pytest.raises(OSError, match="No space"):
+        write_atomic(path, "new")
+    assert path.read_text() == "old"
+    assert os.listdir(tmp_path) == ["state.json"]
+
+
+def test_a_line_after_a_torn_one_stands_alone(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    append_line(path, {"step": 1})
+    with path.open("a") as file:
+        file.write('{"step": 2, "met')
+    append_line(path, {"step": 3})
+    lines = path.read_text().splitlines()
+    assert json.loads(lines[0]) == {"step": 1}
+    assert json.loads(lines[2]) == {"step": 3}
+
+
+@pytest.mark.parametrize("exchanges", [True, False])
+def test_a_replaced_folder_is_findable_at_every_instant(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchanges: bool
+) -> None:
+    if not exchanges:
+        monkeypatch.setattr(files, "_exchange", lambda *_: False)
+    final, seen = tmp_path / "step-1", []
+    real_rename, real_remove = os.rename, files.shutil.rmtree
+
+    def look() -> None:
+        seen.append((current_folder(final) / "name").read_text())
+
+    def rename(*args: object, **kwargs: object) -> None:
+        look()
+        real_rename(*args, **kwargs)  # type: ignore[arg-type]
+        look()
+
+    def remove(*args: object, **kwargs: object) -> None:
+        look()
+        real_remove(*args, **kwargs)  # type: ignore[arg-type]
+
+    for folder, text in ((final, "old"), (tmp_path / ".partial-1", "new")):
+        folder.mkdir()
+        (folder / "name").write_text(text)
+    monkeypatch.setattr(files.os, "rename", rename)
+    monkeypatch.setattr(files.shutil, "rmtree", remove)
+    replace_folder(tmp_path / ".partial-1", final)
+    assert set(seen) <= {"old", "new"} and seen
+    assert (final / "name").read_text() == "new"
+    assert os.listdir(tmp_path) == ["step-1"]
+
+
+def test_a_folder_has_one_owner_and_a_dead_owner_is_none(tmp_path: Path) -> None:
+    code = (
+        "import sys, time; from pathlib import Path; from shardproof.files import FolderLock\n"
+        "FolderLock(Path(sys.argv[1])).acquire('output'); print('held', flush=True); sys.stdin.read()"
+    )
+    holder = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+    lock = FolderLock(tmp_path)
+    with pytest.raises(ShardproofError, match=f"process {holder.pid} on host "):
+        lock.acquire("output")
+    holder.kill()
+    holder.wait()
+    lock.acquire("output")
+    lock.release()
+    FolderLock(tmp_path).acquire("output")
+
+
+def test_strangers_files_must_be_plain_files_in_their_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (tmp_path / "secret").write_text("x")
+    os.mkfifo(folder / "pipe")
+    (folder / "link").symlink_to(tmp_path / "secret")
+    (folder / "deep.json").write_text("[" * 100_000)
+    (folder / "latin.json").write_bytes(b'"\xe9"')
+    with pytest.raises(ShardproofError, match="not a regular file"):
+        open_foreign(folder / "pipe", "read")
+    with pytest.raises(ShardproofError, match="L110"):
+        open_foreign(folder / "link", "read", inside=folder)
+    with pytest.raises(ShardproofError, match="allowed are 10"):
+        read_foreign(folder / "deep.json", "read", max_bytes=10)
+    for name in ("deep.json", "latin.json"):
+        with pytest.raises(ShardproofError, match=f"{name} is not valid JSON"):
+            read_json(folder / name, "read", inside=folder)
+
+
+def test_a_hub_caches_links_are_inside(tmp_path: Path) -> None:
+    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "abc"
+    blobs.mkdir()
+    snapshot.mkdir(parents=True)
+    (blobs / "1234").write_text("{}")
+    (snapshot / "config.json").symlink_to(blobs / "1234")
+    assert read_json(snapshot / "config.json", "read", inside=snapshot) == {}
+
+
+def test_nan_is_within_no_bound() -> None:
+    assert within(1.0, 1.0) and not within(1.1, 1.0)
+    assert not within(math.nan, 1.0) and not within(0.0, math.nan)
+    assert math.isnan(largest([0.1, math.nan])) and math.isnan(largest([math.nan, 0.1]))
+    assert largest([0.1, 0.3]) == 0.3 and largest([]) == 0.0
+    for bad in (math.nan, math.inf, 0.0, -1.0):
+        with pytest.raises(ShardproofError, match=r"lr=.* must be a finite number above 0"):
+            require_number("optimizer", "lr", bad, above=0.0)
+
+
+def test_a_terminal_is_not_told_what_to_do() -> None:
+    assert (
+        printable("a\x1b]0;title\x07b\x9b31m\u202eevil\r\ud800")
+        == r"a\x1b]0;title\x07b\x9b31m\u202eevil\r\ud800"
+    )
+    assert printable("naïve 漢字\n\tnext") == "naïve 漢字\n\tnext"
+    assert printable("x" * 50, limit=10) == "x" * 10 + "..."
