@@ -44,6 +44,7 @@ CODES: dict[str, tuple[str, str]] = {
     "S212": ("an optimizer holds a parameter that is not in the model", "build the optimizer after load"),
     "S213": ("ranks hold different tensors", "build the same model on every rank"),
     "S214": ("a combination of settings cannot be sharded", "change one of the settings named"),
+    "S215": ("an offloaded model is asked for something that needs its weights on the device", "call onload() first"),
     "T301": ("a log-prob or value is not finite", "attest the model and look at the named sequence"),
     "T302": ("steps keep being skipped", "look at the named tensor; lower the learning rate or repair the data"),
     "T303": ("attention is asked for something that the packed path does not have", "load the model with sequence_parallel=1"),

@@ -115,6 +115,8 @@ def save_checkpoint(
     root = Path(folder)
     number = policy.version if step is None else step
     with together("save"):
+        if optimizer is not None:
+            policy.check_resident("save")
         _check_target(root, extra or {})
     state = describe(policy, optimizer, scheduler, extra or {})
     nonce = exchange(secrets.token_hex(4))[0]
@@ -293,6 +295,7 @@ def resume(
     if previous is not None:
         previous.settle()  # what is loaded now must not be in what is being saved
     with together("resume"):
+        policy.check_resident("resume")
         chosen = find_checkpoint(Path(folder), which)
         state = _read_state(chosen, policy)
         metadata = read_metadata(chosen)

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from shardproof.checkpoint.boxes import Piece, orient
 from shardproof.checkpoint.mapping import CheckpointMap, map_checkpoint
 from shardproof.checkpoint.reader import TensorEntry
-from shardproof.dist.collectives import exchange, raise_together
+from shardproof.dist.collectives import exchange, raise_together, together
 from shardproof.errors import fail
 from shardproof.export.manifest import ExportReceipt
 from shardproof.export.stream import WeightStream
@@ -95,6 +95,8 @@ class ShardedEngine:
     @torch.no_grad()
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         """Complete this rank's requests. Collective: every rank, with as many or as few requests as it has."""
+        with together("generate"):
+            self.policy.check_resident("generate")
         was_training = self.policy.module.training
         self.policy.module.eval()
         try:

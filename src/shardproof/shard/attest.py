@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from shardproof.digest import digest
 from shardproof.dist.collectives import exchange, gather_rows, share_findings
 from shardproof.dist.launch import init_distributed
+from shardproof.errors import ShardproofError
 from shardproof.findings import Finding
 from shardproof.model import hf_private
 from shardproof.model.buffers import fresh_buffers
@@ -58,6 +59,9 @@ def attest(target: ShardedModel | nn.Module, optimizer: torch.optim.Optimizer | 
     Collective: every rank. The module may be FSDP1, FSDP2, DDP or plain, loaded by this project or not.
     """
     init_distributed()
+    away = share_findings(_away(target)) if isinstance(target, ShardedModel) else []
+    if away:
+        return away  # there is nothing to look at
     module = target.module if isinstance(target, ShardedModel) else target
     loaded = isinstance(target, ShardedModel)
     reshard(module)
@@ -84,6 +88,14 @@ def attest(target: ShardedModel | nn.Module, optimizer: torch.optim.Optimizer | 
         except Exception as error:
             findings.append(_failed(error, rank))
     return share_findings(findings) + compare_ranks(held)
+
+
+def _away(policy: ShardedModel) -> list[Finding]:
+    try:
+        policy.check_resident(_STAGE)
+    except ShardproofError as error:
+        return error.findings
+    return []
 
 
 def _failed(error: Exception, rank: int) -> Finding:

@@ -12,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from shardproof.dist.sequence import SequenceGroup
+from shardproof.errors import fail
 from shardproof.model.inventory import Inventory
 from shardproof.model.roles import ROOT_PREFIX
 from shardproof.shard.ledger import Writer
@@ -105,10 +106,26 @@ class ShardedModel:
     def trainable_parameters(self) -> list[nn.Parameter]:
         return [param for param in self.parameters() if param.requires_grad]
 
+    def before_change(self) -> None:
+        """Wait until a save beside training holds copies of its own. Whatever writes, empties or moves weights calls it.
+
+        Otherwise the checkpoint of one version would hold some of the next, under valid checksums.
+        """
+        if self.pending_save is not None:
+            self.pending_save.wait_until_staged()
+
+    def check_resident(self, stage: str) -> None:
+        """Raise while this rank's storages are empty, as they are between `offload` and `onload`."""
+        if self.offloaded is not None:
+            raise fail(
+                "S215", stage, f"the {self.role} is offloaded: its storages on {self.device} are empty."
+            )
+
     def offload(self, optimizer: torch.optim.Optimizer | None = None) -> OffloadReceipt:
         """Move parameters and optimizer state to pinned host memory until `onload`; says what moved, or why not."""
         from shardproof.shard.holdings import local_shards  # it needs this class
 
+        self.before_change()
         return offload(self, local_shards(self) if self.offloaded is None else [], optimizer)
 
     def onload(self) -> OffloadReceipt:
@@ -116,4 +133,5 @@ class ShardedModel:
         return onload(self)
 
     def __call__(self, *args: object, **kwargs: object) -> object:
+        self.check_resident("forward")
         return self.module(*args, **kwargs)

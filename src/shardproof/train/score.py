@@ -120,6 +120,7 @@ def _score_all(
     micro_batch_tokens: int,
 ) -> list[Scored]:
     with together("score"):
+        policy.check_resident("score")
         batch = Batch(sequences)
         check_batch(batch, vocabulary=vocabulary_size(policy), max_length=max_positions(policy.model.config))
         if temperature <= 0:

@@ -101,6 +101,7 @@ def train_step(
             raise
         lr = optimizer.param_groups[0]["lr"]
         if verdict.step:
+            policy.before_change()
             scale_gradients(policy, verdict.grad_norm, max_grad_norm)
             optimizer.step()
             if scheduler is not None:
@@ -167,6 +168,7 @@ def _prepare(
 ) -> _Work:
     """Check everything before the first forward; every rank raises the same error. Collective: every rank."""
     with together("train_step"):
+        policy.check_resident("train_step")
         loss = find_loss(loss)
         _check_request(policy, batch, loss, micro_batch_tokens, temperature, router_coef)
     assert isinstance(loss, Loss)
