@@ -9,6 +9,7 @@ import stat
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 import shardproof as sp
+from shardproof.dist.region import NotOurs, RegionAddress, create_region, map_region
 from shardproof.export import shared
 from shardproof.export.manifest import Manifest
 from shardproof.export.shared import SharedAddress, read_shared
@@ -245,10 +247,89 @@ def test_a_write_that_cannot_be(checkpoint, how, code, words):
 
 
 def test_an_address_survives_json():
-    address = SharedAddress("/proc/1/fd/3", 640, (("a", "bfloat16", (2, 3), 0), ("b", "int64", (), 64)), 5)
+    region = RegionAddress("/proc/1/fd/3", "0" * 32, 640)
+    address = SharedAddress(region, (("a", "bfloat16", (2, 3), 0), ("b", "int64", (), 64)), 5)
     assert SharedAddress.from_json(json.loads(json.dumps(address.to_json()))) == address
 
 
 def test_manifests_travel_by_pickle():
     manifest = Manifest(1, (), {})
     assert pickle.loads(pickle.dumps(manifest)) == manifest
+
+
+# What lies at an address is looked at before it is mapped.
+
+
+def made_region(**fields):
+    """A region of this process with some fields of its address replaced, and its descriptor."""
+    descriptor, address = create_region(4096)
+    return descriptor, replace(address, **fields)
+
+
+@pytest.mark.parametrize("how", ["path", "descriptor", "missing", "other token", "size", "pipe"])
+def test_nothing_but_the_announced_memory_is_mapped(tmp_path, how):
+    victim = tmp_path / "victim"
+    victim.write_bytes(b"keep me")
+    with open(victim, "rb+") as file:
+        own, address = made_region()
+        read_end, write_end = os.pipe()
+        fields = {
+            "path": {"path": str(victim)},
+            "descriptor": {"path": f"/proc/{os.getpid()}/fd/{file.fileno()}"},
+            "missing": {"path": str(tmp_path / "made" / ".." / "new")},
+            "other token": {"token": "0" * 32},
+            "size": {"num_bytes": 8192},
+            "pipe": {"path": f"/proc/{os.getpid()}/fd/{read_end}"},
+        }[how]
+        spoiled = SharedAddress(replace(address, **fields), (("a", "uint8", (4096,), 0),), 0)
+        for writable in (False, True):
+            with pytest.raises(NotOurs):
+                map_region(spoiled.region, writable)
+        with pytest.raises(sp.ShardproofError, match="E404 read_shared"):
+            list(read_shared(spoiled))
+        for descriptor in (own, read_end, write_end):
+            os.close(descriptor)
+    assert victim.read_bytes() == b"keep me"
+    assert os.listdir(tmp_path) == ["victim"]
+
+
+def test_a_consumer_cannot_write_to_the_memory():
+    descriptor, address = made_region()
+    theirs = map_region(address, writable=True)
+    theirs[:3] = torch.tensor([1, 2, 3], dtype=torch.uint8)
+    mine = map_region(address)
+    assert mine[:3].tolist() == [1, 2, 3]
+    mine[0] = 9
+    assert theirs[0] == 1
+    os.close(descriptor)
+    assert theirs[1] == mine[1] == 2  # a mapping outlives the descriptor
+
+
+def write_from_another_host(folder, victim):
+    """Rank 1 is told an address that leads to a file of its own, as the same path does on another host."""
+    policy = load(folder)
+    file = open(victim, "rb+")  # noqa: SIM115
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            exchange = shared.exchange
+
+            def elsewhere(value):
+                rows = exchange(value)
+                if isinstance(rows[0], dict):
+                    rows[0]["path"] = f"/proc/{os.getpid()}/fd/{file.fileno()}"
+                elif isinstance(rows[0], str):
+                    rows[0] = f"/proc/{os.getpid()}/fd/{file.fileno()}"
+                return rows
+
+            patch.setattr(shared, "exchange", elsewhere)
+        sp.SharedWeights(policy).write()
+
+
+def test_a_rank_of_another_host_is_named_and_writes_nothing(checkpoint, tmp_path):
+    victim = tmp_path / "victim"
+    victim.write_bytes(b"keep me")
+    outcomes = run_ranks_outcomes(2, write_from_another_host, checkpoint("llama"), victim)
+    assert victim.read_bytes() == b"keep me"
+    for kind, name, message in outcomes:
+        assert (kind, name) == ("error", "ConfigError")
+        assert message.startswith("C002 export: rank 1: it cannot share memory with rank 0")

@@ -613,7 +613,7 @@ def refuse_on_one_rank(size):
     """Whether a region is there when rank 1 cannot map it."""
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
-            patch.setattr(region, "_map", lambda address, size: None)
+            patch.setattr(region, "_map", lambda address: None)
         refused = region.open_region(size, dist.group.WORLD)
     opened = region.open_region(size, dist.group.WORLD)
     opened[dist.get_rank()] = dist.get_rank() + 5

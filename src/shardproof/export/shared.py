@@ -1,13 +1,13 @@
 """Weights to a consumer on the same host: each rank writes its own slices once, and nothing is gathered.
 
 The memory is an anonymous file of rank 0. It has no name in any file system; whoever is told its address under /proc
-and runs as the same user can map it, and it is gone when the last process that holds it is, however it ended.
+and runs as the same user can map it, and it is gone when the last process that holds it is, however it ended. Ranks
+and consumers map it through `dist/region.py`, which maps nothing else.
 """
 
 from __future__ import annotations
 
 import os
-import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +21,7 @@ from shardproof.checkpoint.mapping import Cut, ExportEntry
 from shardproof.digest import digest, digest_tiles
 from shardproof.dist.collectives import exchange, together
 from shardproof.dist.deadline import deadline, mesh_groups
+from shardproof.dist.region import NotOurs, RegionAddress, create_region, map_region
 from shardproof.errors import fail
 from shardproof.export.digests import DigestShare
 from shardproof.export.gather import Gatherer
@@ -38,28 +39,29 @@ _DEADLINE_S = 600.0
 class SharedAddress:
     """Where a payload lies: everything a consumer needs to map it. JSON-able through `to_json`."""
 
-    path: str
-    num_bytes: int
+    region: RegionAddress
     tensors: tuple[tuple[str, str, tuple[int, ...], int], ...]  # name, dtype, shape, offset
     version: int
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "path": self.path,
-            "num_bytes": self.num_bytes,
-            "tensors": self.tensors,
-            "version": self.version,
-        }
+        return {**self.region.to_json(), "tensors": self.tensors, "version": self.version}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> SharedAddress:
         tensors = tuple((n, d, tuple(shape), offset) for n, d, shape, offset in data["tensors"])
-        return cls(data["path"], data["num_bytes"], tensors, data["version"])
+        return cls(RegionAddress.from_json(data), tensors, data["version"])
 
 
 def read_shared(address: SharedAddress) -> Iterator[tuple[str, torch.Tensor]]:
-    """The payload's tensors as views of the shared memory; valid while the writer keeps it or this process maps it."""
-    memory = torch.from_file(address.path, shared=True, size=address.num_bytes, dtype=torch.uint8)
+    """The payload's tensors as views of the shared memory; valid while the writer keeps it or this process maps it.
+
+    What is written to them stays in this process. Raises E404 if the address leads to anything but a writer's memory.
+    """
+    try:
+        memory = map_region(address.region)
+    except NotOurs as error:
+        fix = "read it on the writer's host, as the same user, and before it is closed"
+        raise fail("E404", "read_shared", f"{error}.", fix=fix) from error
     for name, dtype, shape, offset in address.tensors:
         yield name, _view(memory, getattr(torch, dtype), shape, offset)
 
@@ -99,13 +101,12 @@ class SharedWeights:
         }
         self._typed: dict[torch.dtype, torch.Tensor] = {}  # the memory, seen as elements of each dtype
         self._descriptor: int | None = None
-        self.path = self._open()
-        self._memory = torch.from_file(self.path, shared=True, size=self._size, dtype=torch.uint8)
+        self._region, self._memory = self._open()
         self.receipt: ExportReceipt | None = None
 
-    def _open(self) -> str:
-        """Make the memory on rank 0 and tell the others its address. Collective: every rank."""
-        path = None
+    def _open(self) -> tuple[RegionAddress, torch.Tensor]:
+        """Make the memory on rank 0 and map it on every rank. Collective: every rank."""
+        made = None
         with together("export"):
             if dist.get_rank() == 0:
                 available, total = host_memory()
@@ -114,11 +115,21 @@ class SharedWeights:
                     raise fail(
                         "E408", "export", message, rank=0, fix="export a smaller dtype, or free memory"
                     )
-                self._descriptor = os.memfd_create(f"shardproof-{secrets.token_hex(8)}", os.MFD_CLOEXEC)
-                os.fchmod(self._descriptor, 0o600)
-                os.ftruncate(self._descriptor, self._size)
-                path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
-        return exchange(path)[0]
+                self._descriptor, region = create_region(self._size)
+                made = region.to_json()
+        address = RegionAddress.from_json(exchange(made)[0])
+        with together("export"):
+            try:
+                return address, map_region(address, writable=True)
+            except NotOurs as error:
+                message = f"it cannot share memory with rank 0: {error}."
+                fix = "run all ranks on one host and as one user, or use WeightStream"
+                raise fail("C002", "export", message, rank=dist.get_rank(), fix=fix) from error
+
+    @property
+    def path(self) -> str:
+        """The memory's address under /proc."""
+        return self._region.path
 
     @property
     def address(self) -> SharedAddress:
@@ -126,7 +137,7 @@ class SharedWeights:
             (meta.name, str(meta.dtype).removeprefix("torch."), meta.shape, offset)
             for meta, offset in zip(self._stream.metadata(), self._offsets, strict=True)
         )
-        return SharedAddress(self.path, self._size, tensors, self.policy.version)
+        return SharedAddress(self._region, tensors, self.policy.version)
 
     def write(self) -> ExportReceipt:
         """Write this rank's slices; when it returns, the whole payload is there.
