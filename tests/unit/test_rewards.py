@@ -158,6 +158,16 @@ def test_totals_are_weighted_and_in_order(no_process_left):
         assert runner.score([]) == []
 
 
+def test_a_sample_is_marked_as_failed_if_a_reward_that_counts_failed():
+    samples = [("", "3", {"answer": 3}), ("", "3", {"answer": "many"}), ("", "4", {"answer": 4})]
+    with RewardRunner([RewardSpec("numeric"), RewardSpec("exact_match")]) as runner:
+        assert [one.failed for one in runner.score(samples)] == [False, True, False]
+    with RewardRunner([RewardSpec("numeric", 0.0), RewardSpec("exact_match")]) as runner:
+        scored = runner.score(samples)
+    # A weight of 0 is for a reward that is looked at only; its failures are recorded and change no total.
+    assert not any(one.failed for one in scored) and [len(one.errors) for one in scored] == [0, 1, 0]
+
+
 def test_built_in_rewards_need_no_process(no_process_left):
     with RewardRunner([RewardSpec("numeric")]) as runner:
         assert not runner.crew.workers

@@ -1,9 +1,13 @@
 """Prompts: what is read, what is refused, the order, and the tokens."""
 
 import json
+import math
 import sys
 import types
+from datetime import date
+from decimal import Decimal
 
+import numpy
 import pyarrow
 import pytest
 from pyarrow import parquet
@@ -11,7 +15,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from shardproof.errors import ConfigError
-from shardproof.rl.data import PromptStream, encode_prompts, load_rows, sample_seed
+from shardproof.rl.data import Prompt, PromptStream, encode_prompts, load_rows, rows_digest, sample_seed
 
 WORDS = [
     "[UNK]",
@@ -282,6 +286,20 @@ def test_an_empty_prompt_is_refused_although_its_template_is_not_empty():
 def test_a_tokenizer_without_a_template_is_refused():
     with pytest.raises(ConfigError, match="the tokenizer has none"):
         encode_prompts([{"prompt": "one"}], make_tokenizer(None), "prompt", chat=True, max_prompt_tokens=None)
+
+
+def test_the_digest_of_rows_sees_content_and_order_and_nothing_else():
+    def digest(*rows):
+        return rows_digest([Prompt(row, "", ()) for row in rows])
+
+    one, other = {"prompt": "1", "answer": 1}, {"prompt": "2", "answer": "2"}
+    assert digest(one, other) == digest({"answer": 1, "prompt": "1"}, dict(other))
+    odd = [digest(), digest(one), digest(other, one), digest(one, other, one)]
+    odd += [digest(one, {**other, "answer": answer}) for answer in (2, 2.0, None, True, "\ud800", math.nan)]
+    odd += [digest(one, {**other, "answer": answer}) for answer in (b"2", Decimal(2), date(2026, 1, 1))]
+    odd += [digest(one, {**other, "answer": numpy.arange(n)}) for n in (2, 3)]
+    assert len({digest(one, other), *odd}) == 1 + len(odd)
+    assert digest({"clip": object()}) == digest({"clip": object()}), "an address is no content"
 
 
 def test_sample_seeds_are_distinct_63_bit_and_fixed():

@@ -270,6 +270,23 @@ def _require_lengths(texts: list[str], tokens: list[tuple[int, ...]], limit: int
         )
 
 
+def rows_digest(prompts: Iterable[Prompt]) -> str:
+    """A sha256 over the content of all rows in order; where they were read from is no part of it."""
+    digest = hashlib.sha256()
+    for prompt in prompts:
+        line = json.dumps(prompt.row, sort_keys=True, default=_canonical)
+        digest.update(line.encode() + b"\n")
+    return digest.hexdigest()
+
+
+def _canonical(value: object) -> str:
+    """What JSON has no form for, such as dates and decimals of Parquet files, as text that every process agrees on."""
+    if hasattr(value, "tobytes"):  # images and arrays, whose repr may hold an address
+        return f"{type(value).__name__} {hashlib.sha256(value.tobytes()).hexdigest()}"
+    text = repr(value)
+    return type(value).__name__ if " at 0x" in text else text
+
+
 def sample_seed(run_seed: int, step: int, sample_index: int) -> int:
     """63 bits that depend on nothing else, so that completions are the same on any number of ranks."""
     digest = hashlib.sha256(f"{run_seed}/{step}/{sample_index}".encode()).digest()

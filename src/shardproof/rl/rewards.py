@@ -44,6 +44,7 @@ class Scored:
     total: float
     parts: dict[str, float]
     errors: tuple[str, ...]
+    failed: bool = False  # a reward that counts in the total failed: the total says nothing about the sample
 
 
 class RewardRunner(contextlib.AbstractContextManager["RewardRunner"]):
@@ -207,7 +208,9 @@ class PendingRewards(contextlib.AbstractContextManager["PendingRewards"]):
         found = {spec.name: self._outcomes[index, spec.name] for spec in specs}
         total = sum(spec.weight * found[spec.name][0] for spec in specs)
         parts = {name: value for name, (value, _) in found.items()}
-        return Scored(total, parts, tuple(f"{name}: {error}" for name, (_, error) in found.items() if error))
+        errors = tuple(f"{name}: {error}" for name, (_, error) in found.items() if error)
+        failed = any(spec.weight and found[spec.name][1] is not None for spec in specs)
+        return Scored(total, parts, errors, failed)
 
 
 def _require_settings(specs: Sequence[RewardSpec], timeout_s: float, num_workers: int) -> None:
