@@ -1,6 +1,8 @@
 """Faults of a step: a value that is not finite anywhere, and requests that cannot be. All ranks decide alike."""
 
+import contextlib
 import copy
+import itertools
 import math
 
 import peft
@@ -11,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 import shardproof as sp
 from shardproof.digest import digest
+from shardproof.train import optim
 from shardproof.train.loss import policy_gradient
 from tests.faults.test_bad_checkpoints import assert_all_raise
 from tests.models import tiny_config
@@ -457,6 +460,10 @@ def test_column_of_another_length():
         ({"loss": "stf"}, ["loss='stf'", "Did you mean 'sft'?"]),
         ({"loss": 7}, ["loss=7"]),
         ({"temperature": 0.0}, ["temperature=0.0"]),
+        ({"temperature": math.nan}, ["temperature=nan"]),
+        ({"max_grad_norm": -1.0}, ["max_grad_norm=-1.0", "above 0"]),
+        ({"max_grad_norm": 0.0}, ["max_grad_norm=0.0"]),
+        ({"router_coef": math.nan}, ["router_coef=nan"]),
         ({"micro_batch_tokens": 0}, ["micro_batch_tokens=0"]),
         ({"router_coef": 0.1}, ["router_coef=0.1", "'llama' has no router"]),
         ({"loss": "value"}, ["'value'", "critic", "policy"]),
@@ -658,8 +665,9 @@ def score_bad_request(sequences_by_rank, temperature):
         ([[[1, 2]], [[3, 500]]], 1.0, "C004", "token 500"),
         ([[[1, 2] * 80], [[3, 5]]], 1.0, "C004", "128 positions"),
         ([[[1, 2]], [[3, 5]]], 0.0, "C001", "temperature=0.0"),
+        ([[[1, 2]], [[3, 5]]], math.nan, "C001", "temperature=nan"),
     ],
-    ids=["too_short", "outside_vocabulary", "too_long", "temperature"],
+    ids=["too_short", "outside_vocabulary", "too_long", "temperature", "temperature_nan"],
 )
 def test_scores_that_cannot_be(sequences, temperature, code, word):
     outcomes = run_ranks_outcomes(2, score_bad_request, sequences, temperature, timeout=60, group_timeout=10)
@@ -705,3 +713,86 @@ def test_gradient_of_adapters(strategy):
         assert unchanged
         assert stepped and not result.stepped
         assert (result.rank, result.tensor) == (1, "model.layers.1.self_attn")
+
+
+# An optimizer that fails on one rank.
+
+
+@contextlib.contextmanager
+def memory_runs_out(optimizer, when):
+    """On rank 1, when the optimizer has allocated part of its state, or when it has changed part of the weights."""
+    zeros_like, step = torch.zeros_like, optimizer.step
+    mine = {param for group in optimizer.param_groups for param in group["params"]}
+    calls = itertools.count()
+
+    def allocate(tensor, **options):
+        if isinstance(tensor, torch.nn.Parameter) and tensor in mine and next(calls) == 4:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return zeros_like(tensor, **options)
+
+    def step_partly(closure=None):
+        step(closure)
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    if dist.get_rank() == 1 and when == "allocating":
+        torch.zeros_like = allocate
+    elif dist.get_rank() == 1:
+        optimizer.step = step_partly
+    try:
+        yield
+    finally:
+        torch.zeros_like, optimizer.step = zeros_like, step
+
+
+def step_with_failing_optimizer(options, when):
+    """(what is said, whether all is as it was, the result of the next step and of one that nothing preceded)."""
+    policy = load(**options)
+    optimizer = sp.make_optimizer(policy, lr=1e-2)
+    schedule = sp.make_schedule(optimizer, warmup_steps=3)
+    before = everything(policy, optimizer, schedule)
+    batch = my_batch()
+    with memory_runs_out(optimizer, when), pytest.raises(sp.TrainFault) as caught:
+        sp.train_step(policy, batch, optimizer, schedule)
+    unchanged = before == everything(policy, optimizer, schedule)
+    again = sp.train_step(policy, batch, optimizer, schedule) if when == "allocating" else None
+    other = load(**options)
+    alone = sp.make_optimizer(other, lr=1e-2)
+    first = sp.train_step(other, batch, alone, sp.make_schedule(alone, warmup_steps=3))
+    return str(caught.value), unchanged, again, first
+
+
+@pytest.mark.parametrize("layout", ["fsdp1", "fsdp2", "offload"])
+def test_optimizer_state_that_does_not_fit_on_one_rank(layout):
+    ranks = run_ranks(2, step_with_failing_optimizer, OPTIONS[layout], "allocating")
+    assert len({message for message, *_ in ranks}) == 1
+    for message, unchanged, again, alone in ranks:
+        assert message.startswith("T309 train_step: rank 1: ")
+        assert "out of memory" in message and "nothing was changed" in message
+        assert unchanged
+        assert again == alone
+
+
+@pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2"])
+def test_optimizer_that_fails_in_its_step_on_one_rank(strategy):
+    ranks = run_ranks(2, step_with_failing_optimizer, {"strategy": strategy}, "stepping")
+    assert len({message for message, *_ in ranks}) == 1
+    message = ranks[0][0]
+    assert message.startswith("T309 train_step: rank 1: ")
+    assert "out of memory" in message and "resume from the last checkpoint" in message
+
+
+def trajectory(kind, early):
+    """Three steps whose state is allocated before the verdict, or inside the first of them."""
+    policy = load()
+    options = {"momentum": 0.9} if kind == "SGD" else {}
+    optimizer = getattr(torch.optim, kind)(policy.trainable_parameters(), lr=1e-2, **options)
+    with pytest.MonkeyPatch.context() as patch:
+        if not early:
+            patch.setattr(optim, "_allocate", lambda optimizer, group: None)
+        results = [sp.train_step(policy, my_batch(), optimizer) for _ in range(3)]
+    return [(result.loss, result.grad_norm) for result in results], everything(policy, optimizer, None)[1]
+
+
+@pytest.mark.parametrize("kind", ["Adam", "SGD", "RMSprop", "Adagrad", "NAdam", "ASGD"])
+def test_optimizer_state_is_the_same_allocated_early_or_in_the_step(kind):
+    assert run_ranks(2, trajectory, kind, True) == run_ranks(2, trajectory, kind, False)

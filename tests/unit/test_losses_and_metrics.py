@@ -136,6 +136,19 @@ def summed(*micro_batches):
     return {name: part.tolist() for name, part in sums.rows().items()}
 
 
+@pytest.mark.parametrize("bad", [0, 1, 2])
+@pytest.mark.parametrize("reduction", ["max", "min", "mean", "sum"])
+def test_a_metric_that_is_nan_on_one_rank_is_nan(reduction, bad):
+    rows = [{"a": [math.nan if rank == bad else float(rank), 1.0]} for rank in range(3)]
+    assert math.isnan(reduce_metrics(rows, {"a": reduction})["a"])
+
+
+@pytest.mark.parametrize("clip", [{"clip_low": -0.1}, {"clip_high": -1.0}, {"clip_high": math.nan}], ids=str)
+def test_a_clip_that_turns_the_gradient_around_is_refused(clip):
+    with pytest.raises(sp.ConfigError, match=next(iter(clip))):
+        policy_gradient(**clip)
+
+
 def test_each_metric_is_reduced_as_it_declares():
     first = summed(([1.0, 5.0, 100.0], [True, True, False]), ([-3.0], [True]))
     second = summed(([2.0, float("nan")], [True, False]))

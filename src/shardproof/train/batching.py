@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardproof.bounds import require_number
 from shardproof.dist.collectives import exchange
 from shardproof.errors import fail
 
@@ -163,7 +164,7 @@ def weigh(batch: Batch, how: str = "token_mean", *, constant: float | None = Non
     elif how == "constant":
         if not constant:
             raise fail("C001", "batch", "how='constant' needs constant=, the number to divide by.")
-        weights = mask / constant
+        weights = mask / require_number("batch", "constant", constant, above=0)
     else:
         raise fail("C001", "batch", f"how={how!r} is not one of token_mean, sequence_mean, constant.")
     return batch.with_column("weights", batch.rows(weights))

@@ -13,8 +13,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from shardproof.bounds import within
 from shardproof.dist.collectives import exchange
 from shardproof.dist.mesh import replicate_size
+from shardproof.errors import fail
 from shardproof.shard.sharded_model import ShardedModel
 from shardproof.shard.torch_private import clean_name
 from shardproof.train.metrics import MetricSums, check_same_metrics, reduce_metrics
@@ -48,11 +50,16 @@ def local_square_norm(policy: ShardedModel) -> torch.Tensor:
 
 
 def agree(
-    policy: ShardedModel, losses: Sequence[torch.Tensor], sums: MetricSums, square_norm: torch.Tensor
+    policy: ShardedModel,
+    losses: Sequence[torch.Tensor],
+    sums: MetricSums,
+    square_norm: torch.Tensor,
+    problem: str | None = None,
 ) -> Verdict:
     """Reduce losses, gradient norm and metrics over every rank, and decide whether all of them step.
 
-    This is the step's only wait for the device. Collective: every rank.
+    A `problem` that any rank has with its optimizer's memory is raised on all. This is the step's only wait for the
+    device. Collective: every rank.
     """
     names = list(sums.rows())
     device_row = torch.cat(
@@ -66,8 +73,13 @@ def agree(
         "losses": row[: len(losses)],
         "square_norm": row[len(losses)],
         "metrics": {n: row[len(losses) + 1 + 2 * i :][:2] for i, n in enumerate(names)},
+        "problem": problem,
     }
     rows = exchange(mine)
+    for rank, r in enumerate(rows):
+        if r["problem"] is not None:
+            message = f"the optimizer's state cannot be allocated ({r['problem']}); nothing was changed."
+            raise fail("T309", "train_step", message, rank=rank)
     # Ranks of one sequence-parallel group report the same tokens; each group is counted once.
     counted = rows[:: policy.sequence_parallel]
     check_same_metrics([r["metrics"] for r in rows])
@@ -87,7 +99,7 @@ def agree(
 
 def scale_gradients(policy: ShardedModel, grad_norm: float, max_grad_norm: float | None) -> None:
     """Scale gradients down to `max_grad_norm`; every rank has the same norm, so the same factor."""
-    if max_grad_norm is None or grad_norm <= max_grad_norm:
+    if max_grad_norm is None or within(grad_norm, max_grad_norm):
         return
     grads = [grad for grad in local_gradients(policy) if grad.numel()]
     if grads:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from shardproof.bounds import require_number
 from shardproof.errors import choose, fail
 
 
@@ -48,6 +49,8 @@ def policy_gradient(
     r = exp(logp - old_logp). The KL to the reference is the k3 estimate, exp(d) - d - 1 with d = ref_logp - logp.
     """
     high = clip_low if clip_high is None else clip_high
+    require_number("loss", "clip_low", clip_low, at_least=0)
+    require_number("loss", "clip_high", high, at_least=0)
 
     def function(scored: Scored, columns: Columns) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         advantage = columns["advantages"]

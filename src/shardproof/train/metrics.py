@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from shardproof.bounds import largest
 from shardproof.errors import choose, error_for
 from shardproof.findings import Finding
 
@@ -75,8 +76,8 @@ def _reduce(parts: list[list[float]], reduction: str) -> float:
     if not live:
         return 0.0
     if reduction == "max":
-        return max(part[0] for part in live)
+        return largest(part[0] for part in live)
     if reduction == "min":
-        return min(part[0] for part in live)
+        return -largest(-part[0] for part in live)
     total = sum(part[0] for part in live)
     return total if reduction == "sum" else total / sum(part[1] for part in live)

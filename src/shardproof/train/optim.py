@@ -1,8 +1,10 @@
-"""AdamW with the field's habits, and the learning-rate schedules that go with it."""
+"""AdamW with the field's habits, the learning-rate schedules that go with it, and the memory of a first step."""
 
 from __future__ import annotations
 
+import inspect
 import math
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -63,3 +65,47 @@ def make_schedule(
         return final_ratio + (1.0 - final_ratio) * 0.5 * (1.0 + math.cos(math.pi * progress))
 
     return LambdaLR(optimizer, ratio)
+
+
+class FirstState:
+    """State that an optimizer would allocate inside its first step, allocated before the ranks decide on that step.
+
+    A rank on which it does not fit can then say so while nothing has changed anywhere. What was allocated is given back
+    at the end of the block unless it is kept. An optimizer that cannot be asked for its state allocates it in its step.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer):
+        self._optimizer = optimizer
+        self._held = {param for param, state in optimizer.state.items() if state}
+        self._kept = False
+        self.problem: str | None = None  # why it does not fit on this rank
+
+    def __enter__(self) -> FirstState:
+        try:
+            with torch.no_grad():
+                for group in self._optimizer.param_groups:
+                    if any(param.grad is not None and param not in self._held for param in group["params"]):
+                        _allocate(self._optimizer, group)
+        except Exception as error:  # whatever an allocator raises, and whatever a step would have raised
+            self.problem = f"{type(error).__name__}: {error}"
+        return self
+
+    def keep(self) -> None:
+        """Leave the state with the optimizer, whose step comes next."""
+        self._kept = True
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+        if not self._kept:
+            for param in [param for param in self._optimizer.state if param not in self._held]:
+                del self._optimizer.state[param]
+
+
+def _allocate(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
+    """What torch's optimizers do first in a step: make the missing state of a group, and sort it into lists.
+
+    Of an optimizer from elsewhere it is not known whether a call beside its step changes anything.
+    """
+    init_group = getattr(type(optimizer), "_init_group", None)
+    if init_group is not None and init_group.__module__.startswith("torch.optim."):
+        _, _, *lists = inspect.signature(init_group).parameters
+        init_group(optimizer, group, *([] for _ in lists))

@@ -12,6 +12,7 @@ from typing import Literal, overload
 import torch
 import torch.distributed as dist
 
+from shardproof.bounds import require_number
 from shardproof.dist.collectives import exchange, raise_together, together
 from shardproof.errors import fail
 from shardproof.findings import Finding
@@ -123,8 +124,7 @@ def _score_all(
         policy.check_resident("score")
         batch = Batch(sequences)
         check_batch(batch, vocabulary=vocabulary_size(policy), max_length=max_positions(policy.model.config))
-        if temperature <= 0:
-            raise fail("C001", "score", f"temperature={temperature} must be positive.")
+        require_number("score", "temperature", temperature, above=0)
     check_same_in_group(policy, batch)
     scoring = scoring_of(policy)
     results: dict[int, Scored] = {}

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.optim.lr_scheduler import LRScheduler
 
+from shardproof.bounds import require_number
 from shardproof.dist.collectives import exchange, raise_together, together
 from shardproof.dist.deadline import deadline, mesh_groups
 from shardproof.errors import fail
@@ -32,6 +33,7 @@ from shardproof.train.batching import Batch, check_batch, spread, weigh
 from shardproof.train.guard import Verdict, agree, find_bad_gradient, local_square_norm, scale_gradients
 from shardproof.train.loss import Loss, Scored, find_loss
 from shardproof.train.metrics import MetricSums
+from shardproof.train.optim import FirstState
 from shardproof.train.recompute import StepPlan, plan_recompute
 from shardproof.train.score import (
     Scoring,
@@ -87,28 +89,20 @@ def train_step(
     """
     seconds = deadline_s if deadline_s is not None else _patience(policy)
     with deadline("train_step", "T308", seconds, _groups(policy)):
-        work = _prepare(policy, batch, optimizer, loss, micro_batch_tokens, temperature, router_coef)
+        work = _prepare(
+            policy, batch, optimizer, loss, micro_batch_tokens, max_grad_norm, temperature, router_coef
+        )
         try:
-            with scoring_context(policy, work.scoring):
-                sums = MetricSums(work.loss.metrics)
-                losses = _accumulate(policy, work, sums)
-                verdict = agree(policy, losses, sums, local_square_norm(policy))
-                tensor = None
-                if not verdict.step:
-                    verdict, tensor = _locate(policy, work, verdict, optimizer)
-        except BaseException:
+            verdict, tensor = _decide(policy, work, optimizer)
+            lr = optimizer.param_groups[0]["lr"]
+            if verdict.step:
+                policy.before_change()
+                scale_gradients(policy, verdict.grad_norm, max_grad_norm)
+                _apply(optimizer, scheduler)
+                policy.version += 1
+                policy.num_updates += lr > 0 and verdict.grad_norm > 0
+        finally:
             _drop_gradients(policy, optimizer)
-            raise
-        lr = optimizer.param_groups[0]["lr"]
-        if verdict.step:
-            policy.before_change()
-            scale_gradients(policy, verdict.grad_norm, max_grad_norm)
-            optimizer.step()
-            if scheduler is not None:
-                scheduler.step()
-            policy.version += 1
-            policy.num_updates += lr > 0 and verdict.grad_norm > 0
-        _drop_gradients(policy, optimizer)
     result = StepResult(
         stepped=verdict.step,
         reason=verdict.reason,
@@ -163,14 +157,16 @@ def _prepare(
     optimizer: torch.optim.Optimizer,
     loss: str | Loss,
     micro_batch_tokens: int,
+    max_grad_norm: float | None,
     temperature: float,
     router_coef: float,
 ) -> _Work:
     """Check everything before the first forward; every rank raises the same error. Collective: every rank."""
     with together("train_step"):
         policy.check_resident("train_step")
+        _check_numbers(micro_batch_tokens, max_grad_norm, temperature, router_coef)
         loss = find_loss(loss)
-        _check_request(policy, batch, loss, micro_batch_tokens, temperature, router_coef)
+        _check_request(policy, batch, loss, router_coef)
     assert isinstance(loss, Loss)
     check_same_in_group(policy, batch)
     # Checked once for each optimizer: its groups do not change between steps.
@@ -203,23 +199,23 @@ def _prepare(
     return _Work(micro_batches, scoring, recompute, loss, temperature, router_coef, num_tokens, stays)
 
 
-def _check_request(
-    policy: ShardedModel,
-    batch: Batch,
-    loss: Loss,
-    micro_batch_tokens: int,
-    temperature: float,
-    router_coef: float,
+def _check_numbers(
+    micro_batch_tokens: int, max_grad_norm: float | None, temperature: float, router_coef: float
 ) -> None:
+    """Raise for numbers with which a step would go uphill, go nowhere, or turn everything into NaN."""
+    require_number("train_step", "micro_batch_tokens", micro_batch_tokens, above=0)
+    require_number("train_step", "temperature", temperature, above=0)
+    require_number("train_step", "router_coef", router_coef, at_least=0)
+    if max_grad_norm is not None:
+        require_number("train_step", "max_grad_norm", max_grad_norm, above=0)
+
+
+def _check_request(policy: ShardedModel, batch: Batch, loss: Loss, router_coef: float) -> None:
     config = policy.model.config
     if policy.role == REFERENCE:
         raise fail("C001", "train_step", "a reference is frozen; load it with role='policy' to train it.")
     if policy.role != loss.role:
         raise fail("C001", "train_step", f"loss {loss.name!r} is for a {loss.role}, this is a {policy.role}.")
-    if micro_batch_tokens < 1:
-        raise fail("C001", "train_step", f"micro_batch_tokens={micro_batch_tokens} must be positive.")
-    if temperature <= 0:
-        raise fail("C001", "train_step", f"temperature={temperature} must be positive.")
     if router_coef and policy.role == CRITIC:
         raise fail(
             "C001",
@@ -237,6 +233,44 @@ def _check_request(
     if missing and len(batch):
         raise fail("C004", "train_step", f"loss {loss.name!r} needs the columns {missing}.")
     check_batch(batch, vocabulary=vocabulary_size(policy), max_length=max_positions(config))
+
+
+def _decide(
+    policy: ShardedModel, work: _Work, optimizer: torch.optim.Optimizer
+) -> tuple[Verdict, str | None]:
+    """The verdict on a step whose gradients are then there, and the culprit's name if it is not taken.
+
+    Collective: every rank.
+    """
+    with scoring_context(policy, work.scoring):
+        sums = MetricSums(work.loss.metrics)
+        losses = _accumulate(policy, work, sums)
+        with FirstState(optimizer) as state:
+            verdict = agree(policy, losses, sums, local_square_norm(policy), state.problem)
+            if verdict.step:
+                state.keep()
+                return verdict, None
+        return _locate(policy, work, verdict, optimizer)
+
+
+def _apply(optimizer: torch.optim.Optimizer, scheduler: LRScheduler | None) -> None:
+    """Take the step that all ranks agreed on. What fails on one rank is raised on all, none of which may go on.
+
+    Collective: every rank.
+    """
+    problem: str | None = None
+    cause: Exception | None = None
+    try:
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+    except Exception as error:
+        problem, cause = f"{type(error).__name__}: {error}", error
+    for rank, said in enumerate(exchange(problem)):
+        if said is not None:
+            message = f"the optimizer's step failed ({said}); other ranks have taken it, so weights no longer fit together."
+            fix = "remove the cause, then load the model again and resume from the last checkpoint"
+            raise fail("T309", "train_step", message, rank=rank, fix=fix) from cause
 
 
 def _accumulate(policy: ShardedModel, work: _Work, sums: MetricSums) -> list[torch.Tensor]:
