@@ -1,5 +1,6 @@
 """Rewards: the built-in ones, and the user's in worker processes that hang, die and lie."""
 
+import contextlib
 import math
 import os
 import signal
@@ -18,9 +19,10 @@ from shardproof.rl.rewards import RewardRunner, RewardSpec
 
 # Long enough for a busy machine to answer an honest call in.
 TIMEOUT_S = 1.0
+LONG_S = 30.0  # longer than anything here takes, unless it waits for what never comes
 
 USERS = '''
-import os, subprocess, sys, time
+import os, re, subprocess, sys, time
 
 NOT_A_FUNCTION = 3
 
@@ -44,6 +46,36 @@ def obey(prompt, completion, row):
         raise KeyError("no such thing")
     values = {"nan": float("nan"), "inf": float("inf"), "none": None, "text": "1.0", "huge": 10**400, "true": True}
     return values[completion] if completion in values else float(completion)
+
+def spoil(prompt, completion, row):
+    """Changes its row, at the top and below; whoever gets the same row next would return more."""
+    row["seen"] = row.get("seen", 0) + 1
+    row["turns"].append(completion)
+    return row["seen"] + len(row["turns"])
+
+def spoil_again(prompt, completion, row):
+    return spoil(prompt, completion, row)
+
+def fork(prompt, completion, row):
+    """The child comes back as well, by a value or by an exception."""
+    if os.fork() == 0:
+        if completion == "raise":
+            raise KeyError("the child")
+        return -1.0
+    return float(row["n"])
+
+def leave_running(prompt, completion, row):
+    """Says which process it leaves behind, then holds the interpreter lock without end."""
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+    print(os.getpid(), child.pid, flush=True)
+    re.match("(a+)+$", "a" * 60 + "b")
+
+class Mute(Exception):
+    def __str__(self):
+        raise RuntimeError("no words")
+
+def mute(prompt, completion, row):
+    raise Mute
 
 def two_arguments(prompt, completion):
     return 0.0
@@ -207,6 +239,35 @@ def test_failures_cost_their_own_sample_only(no_process_left):
         assert one.errors == ((f"users_rewards:obey: {wrong[completion]}",) if completion in wrong else ())
 
 
+@pytest.mark.parametrize("num_workers", [1, 2, 4])
+def test_a_reward_that_changes_its_row_changes_it_for_nobody_else(num_workers):
+    row = {"turns": ["x"]}  # the samples of a group have one row between them
+    specs = [RewardSpec("users_rewards:spoil"), RewardSpec("users_rewards:spoil_again")]
+    with RewardRunner(specs, num_workers=num_workers) as runner:
+        scored = runner.score([("a prompt", str(n), row) for n in range(100)])
+    assert {tuple(one.parts.values()) for one in scored} == {(3.0, 3.0)} and row == {"turns": ["x"]}
+
+
+@pytest.mark.parametrize("completion", ["return", "raise"])
+def test_the_child_of_a_reward_that_forks_does_not_answer(completion, no_process_left):
+    with make_runner("fork", num_workers=1, timeout_s=LONG_S) as runner:
+        scored = runner.score([("", completion, {"n": n}) for n in range(40)])
+        assert [one.total for one in scored] == list(range(40))
+        assert [one.total for one in runner.score([("", completion, {"n": 7})])] == [7.0]
+
+
+def test_a_module_that_forks_when_imported_has_one_worker(users, no_process_left):
+    (users / "forking.py").write_text("import os\nos.fork()\ndef f(p, c, row): return row['n']")
+    with RewardRunner([RewardSpec("forking:f")], num_workers=1, timeout_s=LONG_S) as runner:
+        assert [one.total for one in runner.score([("", "", {"n": n}) for n in range(9)])] == list(range(9))
+
+
+def test_an_error_without_words_is_recorded_like_any_other():
+    with make_runner("mute", num_workers=1) as runner:
+        (scored,) = runner.score(samples_of("x"))
+    assert scored.errors[0].startswith("users_rewards:mute: Mute: ")
+
+
 def test_samples_that_hang_one_after_another_are_each_found(no_process_left):
     with make_runner("obey", timeout_s=0.5, num_workers=1) as runner:
         began = time.monotonic()
@@ -324,6 +385,28 @@ def test_workers_leave_with_a_rank_that_is_killed(users):
     while any(map(psutil.pid_exists, pids)) and time.monotonic() < until:
         time.sleep(0.05)
     assert not any(map(psutil.pid_exists, pids))
+
+
+def test_a_worker_that_holds_the_interpreter_lock_leaves_with_its_rank_and_with_what_it_started(users):
+    program = f"""
+        import sys
+        sys.path.insert(0, {str(users)!r})
+        from shardproof.rl.rewards import RewardRunner, RewardSpec
+        runner = RewardRunner([RewardSpec("users_rewards:leave_running")], timeout_s=1000.0, num_workers=1)
+        runner.score([("", "", {{}})])
+    """
+    rank = run_python(program, stdout=subprocess.PIPE)
+    left = [psutil.Process(int(pid)) for pid in rank.stdout.readline().split()]
+    assert len(left) == 2
+    rank.kill()
+    rank.wait()
+    try:
+        assert not psutil.wait_procs(left, timeout=LONG_S)[1]
+    finally:
+        for process in left:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        rank.stdout.close()
 
 
 def test_a_script_without_a_main_guard_is_not_run_again_in_the_workers(users):

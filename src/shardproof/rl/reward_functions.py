@@ -104,11 +104,20 @@ def _import(name: str, module_name: str) -> Any:
     # An installed command's path begins at its own folder; users keep their rewards where they start the run.
     if not {"", os.getcwd()} & set(sys.path):
         sys.path.append(os.getcwd())
+    process = os.getpid()
     try:
         return importlib.import_module(module_name)
     except (Exception, SystemExit) as error:
         message = f"reward {name!r} cannot be imported: {_describe(error)}"
         raise unknown_reward(message, "repair that module, or put its folder on PYTHONPATH") from error
+    finally:
+        end_fork_of(process)
+
+
+def end_fork_of(process: int) -> None:
+    """End the process that calls this if it is not `process`: a user's code forked, and its child came back as well."""
+    if os.getpid() != process:
+        os._exit(0)
 
 
 def unknown_reward(message: str, fix: str | None = None, near: Sequence[str] = ()) -> ShardproofError:
@@ -122,11 +131,16 @@ def _describe(error: BaseException) -> str:
     ours = (__file__, importlib.__file__, "<frozen importlib")
     lines = [line for line in traceback.extract_tb(error.__traceback__) if not line.filename.startswith(ours)]
     where = f" ({os.path.basename(lines[-1].filename)}:{lines[-1].lineno})" if lines else ""
-    return f"{type(error).__name__}: {str(error)[:300]}{where}"
+    try:
+        text = str(error)[:300]
+    except Exception as another:
+        text = f"its text cannot be had ({type(another).__name__})"
+    return f"{type(error).__name__}: {text}{where}"
 
 
 def attempt(function: Reward, sample: Sample) -> Outcome:
     """What the function makes of the sample; whatever it raises or returns instead of a number is a zero."""
+    process = os.getpid()
     try:
         value = function(*sample)
         if not isinstance(value, numbers.Real):
@@ -134,6 +148,8 @@ def attempt(function: Reward, sample: Sample) -> Outcome:
         number = float(value)
     except (Exception, SystemExit) as error:  # a reward's sys.exit() is that sample's failure, no more
         return 0.0, _describe(error)
+    finally:
+        end_fork_of(process)
     if not math.isfinite(number):
         return 0.0, f"returned {number}, expected a finite number"
     return number, None

@@ -9,10 +9,11 @@ script again in it, and refuses to start anything below a daemon.
 from __future__ import annotations
 
 import contextlib
-import faulthandler
+import fcntl
 import json
 import math
 import os
+import pickle
 import signal
 import socket
 import struct
@@ -36,29 +37,40 @@ _BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv.pop()); from shardp
 
 def serve() -> None:
     """A worker's life: import the rewards, then answer chunks of calls, one reply a call, until told to leave."""
-    parent, descriptor = int(sys.argv[1]), int(sys.argv[2])
+    parent, descriptor, lifeline = map(int, sys.argv[1:4])
+    _leave_with(parent, lifeline)
     os.set_inheritable(descriptor, False)  # a process that a reward starts must not keep the connection open
-    threading.Thread(target=_leave_with, args=(parent,), daemon=True).start()
     connection = Connection(descriptor)
-    with contextlib.suppress(EOFError, OSError), open(os.devnull, "w") as nowhere:
-        names, timeout_s = connection.recv()
+    with contextlib.suppress(EOFError, OSError):
         try:
-            functions = {name: find_reward(name) for name in names}
+            functions = {name: find_reward(name) for name in connection.recv()}
         except ShardproofError as error:
             connection.send(error.findings[0])
             return
         connection.send(None)
         while (chunk := connection.recv()) is not None:
-            # Ends a worker whose rank is gone while C code that never releases the interpreter lock, such as a regular
-            # expression, keeps the thread that watches the rank from running.
-            faulthandler.dump_traceback_later(timeout_s * len(chunk) + 60.0, exit=True, file=nowhere)
-            for name, sample in chunk:
+            for call in chunk:
+                # Read here, so that each call has a row of its own: what a reward does to it reaches no other call.
+                name, sample = pickle.loads(call)
                 connection.send(attempt(functions[name], sample))
-            faulthandler.cancel_dump_traceback_later()
 
 
-def _leave_with(parent: int) -> None:
-    """Kill this worker and what its rewards started once the rank is gone, even in the middle of a call."""
+def _leave_with(parent: int, lifeline: int) -> None:
+    """Have this worker, and what its rewards start, killed once the rank is gone, even in the middle of a call.
+
+    The rank holds the other end of `lifeline` and writes nothing, so it is readable when the rank is gone. The kernel
+    then sends the signal: a thread would not get to run beside C code that keeps the interpreter lock, such as a regular
+    expression. The thread is for kernels that cannot, and for a rank whose own fork has a copy of its end.
+    """
+    os.set_inheritable(lifeline, False)
+    with contextlib.suppress(OSError):  # sandboxes whose kernel cannot
+        fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
+        fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(lifeline, fcntl.F_SETFL, os.O_ASYNC)
+    threading.Thread(target=_watch, args=(parent,), daemon=True).start()
+
+
+def _watch(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(0.5)
     os.killpg(0, signal.SIGKILL)
@@ -73,24 +85,28 @@ class _Worker:
         self.pending: deque[Call] = deque()
         self.deadline = time.monotonic() + START_S
         self.connection, remote = Pipe()
+        lifeline, self._lifeline = Pipe(duplex=False)
         # A worker that stops in the middle of a message must not stop its rank.
         limit = struct.pack("ll", math.ceil(timeout_s), 0)
         with socket.fromfd(self.connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as end:
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
             end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
         path = json.dumps([entry for entry in sys.path if isinstance(entry, str)])
-        arguments = [sys.executable, "-c", _BOOT, str(os.getpid()), str(remote.fileno()), path]
+        descriptors = [remote.fileno(), lifeline.fileno()]
+        arguments = [sys.executable, "-c", _BOOT, *map(str, [os.getpid(), *descriptors]), path]
         # A session of its own: Ctrl-C does not reach it, and killing its group also ends what its rewards started.
         self.process = subprocess.Popen(
-            arguments, pass_fds=[remote.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
+            arguments, pass_fds=descriptors, stdin=subprocess.DEVNULL, start_new_session=True
         )
         remote.close()
-        self.send((list(names), timeout_s))
+        lifeline.close()
+        self.send(list(names))
 
     def submit(self, calls: Sequence[Call]) -> None:
         self.pending.extend(calls)
         self.deadline = time.monotonic() + self.timeout_s
-        self.send([(name, sample) for _, name, sample in calls])
+        # One by one: in one message the samples of a group would share their row.
+        self.send([pickle.dumps((name, sample)) for _, name, sample in calls])
 
     def send(self, message: object) -> None:
         # A worker that is gone or stuck is noticed where its answers are read.
@@ -117,6 +133,7 @@ class _Worker:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
             self.connection.close()
+            self._lifeline.close()
         code = self.process.wait()
         return f"signal {-code}" if code < 0 else f"exit code {code}"
 
