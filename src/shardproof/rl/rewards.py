@@ -12,7 +12,7 @@ import math
 import threading
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Pipe, wait
 
 from shardproof.errors import choose, fail
@@ -43,8 +43,13 @@ class Scored:
 
     total: float
     parts: dict[str, float]
-    errors: tuple[str, ...]
+    failures: dict[str, str] = field(default_factory=dict)  # rewards that failed, and how; their parts are 0
     failed: bool = False  # a reward that counts in the total failed: the total says nothing about the sample
+
+    @property
+    def errors(self) -> tuple[str, ...]:
+        """What went wrong, in one line per reward."""
+        return tuple(f"{name}: {error}" for name, error in self.failures.items())
 
 
 class RewardRunner(contextlib.AbstractContextManager["RewardRunner"]):
@@ -66,6 +71,7 @@ class RewardRunner(contextlib.AbstractContextManager["RewardRunner"]):
         self.inside = [spec.name for spec in self.specs if spec.name in CANNOT_HANG]
         self.outside = [spec.name for spec in self.specs if spec.name not in CANNOT_HANG]
         self.crew = Crew(self.outside, num_workers if self.outside else 0, timeout_s)
+        self.noticed: set[str] = set()  # the kinds of failures that the terminal has shown
         self._pending: PendingRewards | None = None
         try:
             # Now, so that a name that cannot be imported stops the run before its first step.
@@ -106,7 +112,7 @@ class PendingRewards(contextlib.AbstractContextManager["PendingRewards"]):
     """
 
     def __init__(self, runner: RewardRunner):
-        self._runner = runner
+        self._runner, self.noticed = runner, runner.noticed
         self._samples: list[Sample] = []
         self._queue: deque[Call] = deque()  # filled by the caller, emptied by the thread
         self._outcomes: dict[tuple[int, str], Outcome] = {}  # by the sample's place and the reward's name
@@ -208,9 +214,8 @@ class PendingRewards(contextlib.AbstractContextManager["PendingRewards"]):
         found = {spec.name: self._outcomes[index, spec.name] for spec in specs}
         total = sum(spec.weight * found[spec.name][0] for spec in specs)
         parts = {name: value for name, (value, _) in found.items()}
-        errors = tuple(f"{name}: {error}" for name, (_, error) in found.items() if error)
-        failed = any(spec.weight and found[spec.name][1] is not None for spec in specs)
-        return Scored(total, parts, errors, failed)
+        failures = {name: error for name, (_, error) in found.items() if error is not None}
+        return Scored(total, parts, failures, any(spec.weight and spec.name in failures for spec in specs))
 
 
 def _require_settings(specs: Sequence[RewardSpec], timeout_s: float, num_workers: int) -> None:
