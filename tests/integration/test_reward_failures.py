@@ -56,7 +56,10 @@ def test_a_whole_batch_that_failed_ends_the_run_on_every_rank():
     for batch in ([["x"], ["x", "nan"]], [[], ["x"]]):
         first, second = run_ranks_outcomes(2, score, batch)
         assert first == second and first[:2] == ("error", "RolloutFault")
-        assert "R504 reward: rank " in first[2] and "could not convert string to float: 'x'" in first[2]
+        assert (
+            "R504 reward: the whole batch failed" in first[2]
+            and "could not convert string to float: 'x'" in first[2]
+        )
 
 
 def test_batches_without_failures_or_samples_are_silent():

@@ -2,7 +2,9 @@
 
 import json
 import math
+import os
 import sys
+import threading
 import types
 from datetime import date
 from decimal import Decimal
@@ -58,9 +60,13 @@ def write(path, *rows):
     return str(path)
 
 
-def refused(source, prompt="prompt", answer=None):
+def nested(depth):
+    return [] if depth == 1 else [nested(depth - 1)]
+
+
+def refused(source, prompt="prompt", answer=None, rewards=()):
     with pytest.raises(ConfigError) as caught:
-        load_rows(str(source), prompt, answer)
+        load_rows(str(source), prompt, answer, rewards=rewards)
     assert caught.value.code == "C005"
     return str(caught.value)
 
@@ -87,8 +93,14 @@ def test_the_answer_stands_where_rewards_look_for_it(tmp_path):
     [
         ([], "rows.jsonl holds no rows"),
         (["\n\n"], "rows.jsonl holds no rows"),
-        ([{"prompt": "a"}, "{'prompt': 1}\n"], "rows.jsonl:2 is not JSON"),
-        (["[\n"], "Expected one object a line, not an array"),
+        ([{"prompt": "a"}, "{'prompt': 1}\n"], "rows.jsonl:2 is not valid JSON"),
+        (["[\n"], "Expected one object per line, not an array"),
+        (["[1]\n"], "rows.jsonl:1 begins an array. Expected one object per line"),
+        ([{"prompt": "a"}, '{"prompt": ' + "[" * 200_000 + "\n"], "rows.jsonl:2 is not valid JSON: maximum recursion"),
+        ([{"prompt": "a", "tree": nested(99)}, {"prompt": "a", "tree": nested(100)}], "rows.jsonl:2 is nested deeper than 100"),
+        (['{"prompt": "a", "n": ' + "9" * 5000 + "}\n"], "rows.jsonl:1 is not valid JSON"),
+        ([{"prompt": "a\ud800"}], "rows.jsonl:1: column 'prompt' holds text that is not valid Unicode"),
+        ([{"prompt": [{"role": "user", "content": "\udfff"}]}], "rows.jsonl:1: column 'prompt': message 1 has text that is not valid"),
         ([{"prompt": "a"}, "\n", "3\n"], "rows.jsonl:3 is a JSON int"),
         ([{"prompts": "a", "x": 1}], "no column 'prompt' (data.prompt_column); it has 'prompts', 'x'. Did you mean 'prompts'?"),
         ([{"prompt": "a"}, {}], "rows.jsonl:2 has no column 'prompt' (data.prompt_column); it has none."),
@@ -110,9 +122,71 @@ def test_an_answer_column_that_is_not_there_is_refused(tmp_path):
     assert "rows.jsonl:1 has no column 'answer'" in message and "Did you mean 'answers'?" in message
 
 
+@pytest.mark.parametrize(
+    ("rewards", "row", "said"),
+    [
+        (["exact_match"], {"answer": None}, "rows.jsonl:2: reward 'exact_match': the row's 'answer' is null"),
+        (["numeric"], {"answer": None}, "rows.jsonl:2: reward 'numeric': the row's 'answer' is null"),
+        (["numeric"], {}, "rows.jsonl:2: reward 'numeric': the row has no 'answer'"),
+        (["exact_match"], {"answer": True}, "the row's 'answer' is of type bool; expected text or a number"),
+        (["numeric"], {"answer": False}, "the row's 'answer' is of type bool; expected text or a number"),
+        (["exact_match"], {"answer": ["4"]}, "the row's 'answer' is of type list; expected text or a number"),
+        (["numeric"], {"answer": math.nan}, "the row's 'answer' is nan; expected text or a number"),
+        (["x:f", "regex"], {"answer": "4"}, "rows.jsonl:2: reward 'regex': the row has no 'pattern'"),
+        (["regex"], {"pattern": 7}, "the row's 'pattern' is of type int; expected text"),
+    ],
+)
+def test_rows_that_a_built_in_reward_cannot_score_are_named_by_file_and_line(tmp_path, rewards, row, said):
+    good = {"prompt": "a", "answer": "4", "pattern": "4"}
+    source = write(tmp_path / "rows.jsonl", good, {"prompt": "a", **row})
+    assert said in refused(source, rewards=rewards)
+
+
+def test_rewards_of_the_users_may_read_any_row(tmp_path):
+    rows = [{"prompt": "a", "answer": answer} for answer in (None, True, ["4"], {}, 4, 4.5, "")]
+    source = write(tmp_path / "rows.jsonl", *rows)
+    assert load_rows(source, "prompt", "answer", rewards=["my_rewards:f", "regex(4)"]) == rows
+    assert load_rows(write(tmp_path / "rows.jsonl", *rows[4:]), "prompt", "answer", rewards=["exact_match"])
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet"])
+def test_a_fifo_is_not_waited_for(tmp_path, name):
+    os.mkfifo(tmp_path / name)
+    assert f"{name} is not a regular file" in refused(tmp_path / name)
+
+
+def test_what_is_found_wrong_later_is_named_by_file_and_line_too(tmp_path):
+    long, tool = "what is one plus two", [{"role": "tool", "content": "x"}]
+    for prompt, said in ((long, "has 6 tokens"), (" \n", "is empty"), (tool, "template refuses")):
+        source = write(tmp_path / "rows.jsonl", {"prompt": "what is one"}, "\n", {"prompt": prompt})
+        with pytest.raises(ConfigError, match=r"rows.jsonl:3: the .*prompt.*") as caught:
+            encode_prompts(load_rows(source, "prompt", None), make_tokenizer(), "prompt", False, 4)
+        assert said in str(caught.value)
+
+
+def test_hub_rows_that_cannot_be_read_or_sent_to_a_reward_are_refused(monkeypatch):
+    library = types.ModuleType("datasets")
+
+    def rows():
+        yield {"prompt": "a"}
+        yield {"prompt": "a", "clip": threading.Lock()}
+
+    def broken():
+        yield {"prompt": "a"}
+        raise OSError("cannot decode the image")
+
+    for make, said in (
+        (rows, "row 2 cannot be sent to a reward: TypeError"),
+        (broken, "row 2 cannot be read: OSError"),
+    ):
+        library.load_dataset = lambda *arguments, split, make=make: make()
+        monkeypatch.setitem(sys.modules, "datasets", library)
+        assert said in refused("hf:some/set")
+
+
 def test_bytes_that_are_not_text_are_named_by_line(tmp_path):
     (tmp_path / "rows.jsonl").write_bytes(b'{"prompt": "a"}\n{"prompt": "\xff"}\n')
-    assert "rows.jsonl:2 is not JSON" in refused(tmp_path / "rows.jsonl")
+    assert "rows.jsonl:2 is not valid JSON" in refused(tmp_path / "rows.jsonl")
 
 
 def test_sources_that_are_not_there_are_refused(tmp_path):

@@ -2,24 +2,41 @@
 
 from __future__ import annotations
 
+import codecs
 import hashlib
+import itertools
 import json
-import os
+import pickle
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from shardproof.errors import ShardproofError, fail, nearest
+from shardproof.foreign import open_foreign, parse_json
+from shardproof.rl.reward_functions import row_problem
 
+T = TypeVar("T")
 Row = dict[str, Any]
 Place = tuple[str, Row]  # where a row came from, in words, and the row
 
 # hf:name[:config][:split]; a split may be a slice with a colon of its own, as in train[:100].
 _HUB_SOURCE = re.compile(r"hf:([^:]+)(?::([^:\[]+)(?=:))?(?::([^:\[]+(?:\[.*\])?))?")
+
+
+_MAX_DEPTH = 100  # of lists and objects in a row: far below where Python gives up on copying or sending them
+
+
+class Rows(list[Row]):
+    """Rows, and where each came from, in words."""
+
+    def __init__(self, found: Iterable[Place]):
+        pairs = list(found)
+        super().__init__(row for _, row in pairs)
+        self.places = [place for place, _ in pairs]
 
 
 @dataclass(frozen=True)
@@ -33,29 +50,64 @@ class Prompt:
 
 
 def load_rows(
-    source: str, prompt_column: str, answer_column: str | None, completion_column: str | None = None
-) -> list[Row]:
-    """Every row of `source`: a .jsonl, .json (an object a line) or .parquet file, or `hf:name[:config][:split]`.
+    source: str,
+    prompt_column: str,
+    answer_column: str | None,
+    completion_column: str | None = None,
+    rewards: Sequence[str] = (),
+) -> Rows:
+    """Every row of `source`: a .jsonl, .json (one object per line) or .parquet file, or `hf:name[:config][:split]`.
 
     A row's answer stands under "answer" whatever its column is called, because that is where rewards look for it.
-    A completion is wanted, as text that is not empty, if its column is named.
+    A completion is wanted, as text that is not empty, if its column is named. Rows that the named rewards can never
+    score are refused.
     """
-    rows = []
-    for place, row in _read(source):
-        _require_column(place, row, prompt_column, "data.prompt_column")
-        _require_prompt(f"{place}: column {prompt_column!r}", row[prompt_column])
-        if answer_column is not None:
-            _require_column(place, row, answer_column, "data.answer_column")
-            row["answer"] = row[answer_column]
-        if completion_column is not None:
-            _require_column(place, row, completion_column, "data.completion_column")
-            if not isinstance(row[completion_column], str) or not row[completion_column]:
-                found = type(row[completion_column]).__name__ if row[completion_column] else "nothing"
-                raise _unusable(f"{place}: column {completion_column!r} holds {found}; expected a string.")
-        rows.append(row)
+    rows = Rows(
+        (place, _checked(place, row, prompt_column, answer_column, completion_column, rewards))
+        for place, row in _read(source)
+    )
     if not rows:
         raise _unusable(f"{source} holds no rows.")
     return rows
+
+
+def _checked(
+    place: str, row: Row, prompt: str, answer: str | None, completion: str | None, rewards: Sequence[str]
+) -> Row:
+    if _is_deeper(row, _MAX_DEPTH):
+        raise _unusable(f"{place} is nested deeper than {_MAX_DEPTH}.")
+    _require_column(place, row, prompt, "data.prompt_column")
+    _require_prompt(f"{place}: column {prompt!r}", row[prompt])
+    if answer is not None:
+        _require_column(place, row, answer, "data.answer_column")
+        row["answer"] = row[answer]
+    if completion is not None:
+        _require_column(place, row, completion, "data.completion_column")
+        if not isinstance(row[completion], str) or not row[completion]:
+            found = type(row[completion]).__name__ if row[completion] else "nothing"
+            raise _unusable(f"{place}: column {completion!r} holds {found}; expected a string.")
+        _require_unicode(f"{place}: column {completion!r} holds", row[completion])
+    for name in rewards:
+        problem = row_problem(name, row)
+        if problem is not None:
+            fix = "repair or remove this row, or name its column in data.answer_column"
+            raise _unusable(f"{place}: {problem}.", fix)
+    return row
+
+
+def _is_deeper(value: object, limit: int) -> bool:
+    """Whether lists and objects lie in each other more than `limit` times; without recursion, which would end first."""
+    level: list[object] = [value]
+    for _ in range(limit):
+        level = [
+            child
+            for part in level
+            for child in (part.values() if isinstance(part, dict) else part)  # type: ignore[attr-defined]
+            if isinstance(child, dict | list | tuple)
+        ]
+        if not level:
+            return False
+    return True
 
 
 def _read(source: str) -> Iterable[Place]:
@@ -72,19 +124,31 @@ def _read(source: str) -> Iterable[Place]:
 
 def _read_lines(path: Path) -> Iterator[Place]:
     # In bytes: text mode reports an undecodable byte by its offset in a buffer, not by its line.
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
+    with open_foreign(path, "data", code="C005") as file:
+        for place, line in _numbered(file, f"{path}:"):
+            text = line.removeprefix(codecs.BOM_UTF8).strip()
+            if not text:
                 continue
-            place = f"{path}:{number}"
-            try:
-                row = json.loads(line.decode("utf-8-sig"))
-            except ValueError as error:
-                hint = " Expected one object a line, not an array." if line.lstrip()[:1] == b"[" else ""
-                raise _unusable(f"{place} is not JSON: {error}.{hint}") from error
+            if text.startswith(b"["):
+                raise _unusable(f"{place} begins an array. Expected one object per line, not an array.")
+            row = parse_json(text, place, "data", code="C005")
             if not isinstance(row, dict):
-                raise _unusable(f"{place} is a JSON {type(row).__name__}, expected an object a line.")
+                raise _unusable(f"{place} is a JSON {type(row).__name__}, expected one object per line.")
             yield place, row
+
+
+def _numbered(items: Iterable[T], prefix: str) -> Iterator[tuple[str, T]]:
+    """Each item with its place; what the reader raises, of its own types or others', becomes a finding with the place."""
+    iterator = iter(items)
+    for number in itertools.count(1):
+        place = f"{prefix}{number}"
+        try:
+            item = next(iterator)
+        except StopIteration:
+            return
+        except Exception as error:
+            raise _unusable(f"{place} cannot be read: {type(error).__name__}: {error}.") from error
+        yield place, item
 
 
 def _read_parquet(path: Path) -> Iterator[Place]:
@@ -93,12 +157,12 @@ def _read_parquet(path: Path) -> Iterator[Place]:
     except ImportError as error:
         fix = "pip install pyarrow, or convert the file to .jsonl"
         raise _unusable(f"{path}: reading Parquet needs pyarrow, which is not installed.", fix) from error
-    try:
-        table = pyarrow.parquet.read_table(path)
-    except (OSError, pyarrow.ArrowException) as error:
-        raise _unusable(f"{path} cannot be read as Parquet: {error}.") from error
-    for number, row in enumerate(table.to_pylist(), 1):
-        yield f"{path}, row {number}", row
+    with open_foreign(path, "data", code="C005") as file:
+        try:
+            rows = pyarrow.parquet.read_table(file).to_pylist()
+        except Exception as error:  # Arrow's own types, and Python's for values that it has no room for
+            raise _unusable(f"{path} cannot be read as Parquet: {type(error).__name__}: {error}.") from error
+    yield from _numbered(rows, f"{path}, row ")
 
 
 def _read_hub(source: str) -> Iterator[Place]:
@@ -116,17 +180,22 @@ def _read_hub(source: str) -> Iterator[Place]:
     except Exception as error:
         # The library raises dozens of types, its own and those of its storage; offline is one of them.
         raise _unusable(f"{source} cannot be loaded: {type(error).__name__}: {error}") from error
-    for number, row in enumerate(dataset, 1):
-        yield f"{source}, row {number}", dict(row)
+    for place, row in _numbered(dataset, f"{source}, row "):
+        try:
+            pickle.dumps(row)
+        except Exception as error:
+            raise _unusable(
+                f"{place} cannot be sent to a reward: {type(error).__name__}: {error}."
+            ) from error
+        yield place, dict(row)
 
 
 def _require_file(path: Path) -> None:
-    if path.is_file():
-        if not os.access(path, os.R_OK):
-            raise _unusable(f"{path} may not be read by this user.")
-        return
+    """Raise with the nearest name if there is no such file; what cannot be read is found when it is opened."""
     if path.is_dir():
         raise _unusable(f"{path} is a folder, expected a file.")
+    if path.exists():
+        return
     siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
     raise _unusable(f"{path} does not exist.{_hint(path.name, siblings)}")
 
@@ -141,6 +210,7 @@ def _require_column(place: str, row: Row, column: str, key: str) -> None:
 def _require_prompt(place: str, prompt: object) -> None:
     """Raise unless `prompt` is a string or a conversation that a chat template can render."""
     if isinstance(prompt, str):
+        _require_unicode(f"{place} holds", prompt)
         return
     expected = "expected a string, or a list of {role, content}"
     if not isinstance(prompt, list) or not prompt:
@@ -153,6 +223,15 @@ def _require_prompt(place: str, prompt: object) -> None:
             if not isinstance(message.get(key), str):
                 found = type(message[key]).__name__ if key in message else "nothing"
                 raise _unusable(f"{place}: message {turn} has {found} as its {key!r}; {expected} of strings.")
+            _require_unicode(f"{place}: message {turn} has", message[key])
+
+
+def _require_unicode(where: str, text: str) -> None:
+    """Raise if the text holds half of a surrogate pair, which JSON can write and no tokenizer reads."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise _unusable(f"{where} text that is not valid Unicode: {error}.") from error
 
 
 class PromptStream:
@@ -206,10 +285,11 @@ def encode_prompts(
     rows: list[Row], tokenizer: Any, prompt_column: str, chat: bool, max_prompt_tokens: int | None
 ) -> list[Prompt]:
     """Each row's prompt as text and tokens, through the chat template where `chat` is set or the prompt is a list."""
+    places = rows.places if isinstance(rows, Rows) else [f"row {n}" for n in range(1, len(rows) + 1)]
     templated = [chat or not isinstance(row[prompt_column], str) for row in rows]
     texts = [
-        _render(row[prompt_column], tokenizer, number) if through else row[prompt_column]
-        for number, (row, through) in enumerate(zip(rows, templated), 1)
+        _render(row[prompt_column], tokenizer, place) if through else row[prompt_column]
+        for place, row, through in zip(places, rows, templated)
     ]
     tokens: list[tuple[int, ...]] = [()] * len(rows)
     for through in (True, False):
@@ -221,11 +301,11 @@ def encode_prompts(
             ]
             for index, ids in zip(indices, found):
                 tokens[index] = tuple(ids)
-    for number, (row, ids) in enumerate(zip(rows, tokens), 1):
+    for place, row, ids in zip(places, rows, tokens):
         # A template makes tokens of an empty prompt too, so the prompt itself is looked at.
         if not ids or not str(row[prompt_column]).strip():
-            raise _unusable(f"row {number}: the prompt is empty.")
-    _require_lengths(texts, tokens, max_prompt_tokens)
+            raise _unusable(f"{place}: the prompt is empty.")
+    _require_lengths(places, texts, tokens, max_prompt_tokens)
     return [Prompt(*parts) for parts in zip(rows, texts, tokens)]
 
 
@@ -238,10 +318,10 @@ def encode_completions(prompts: list[Prompt], tokenizer: Any, completion_column:
     return [replace(prompt, completion=(*ids, *end)) for prompt, ids in zip(prompts, found)]
 
 
-def _render(prompt: str | list[dict[str, Any]], tokenizer: Any, number: int) -> str:
+def _render(prompt: str | list[dict[str, Any]], tokenizer: Any, place: str) -> str:
     if not getattr(tokenizer, "chat_template", None):
         raise _unusable(
-            f"row {number}: the prompt goes through a chat template, and the tokenizer has none.",
+            f"{place}: the prompt goes through a chat template, and the tokenizer has none.",
             "set data.chat to false and give prompts as strings, or use a tokenizer with a chat template",
         )
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
@@ -256,15 +336,17 @@ def _render(prompt: str | list[dict[str, Any]], tokenizer: Any, number: int) -> 
         )
     except Exception as error:
         # Templates refuse conversations in their own words, with jinja's exceptions.
-        raise _unusable(f"row {number}: the chat template refuses the prompt: {error}") from error
+        raise _unusable(f"{place}: the chat template refuses the prompt: {error}") from error
 
 
-def _require_lengths(texts: list[str], tokens: list[tuple[int, ...]], limit: int | None) -> None:
+def _require_lengths(
+    places: list[str], texts: list[str], tokens: list[tuple[int, ...]], limit: int | None
+) -> None:
     longer = [index for index, ids in enumerate(tokens) if limit is not None and len(ids) > limit]
     if longer:
         first = longer[0]
         raise _unusable(
-            f"row {first + 1}: the prompt has {len(tokens[first])} tokens, more than data.max_prompt_tokens={limit}; "
+            f"{places[first]}: the prompt has {len(tokens[first])} tokens, more than data.max_prompt_tokens={limit}; "
             f"{len(longer)} of {len(tokens)} rows are too long. It begins {texts[first][:60]!r}.",
             "raise data.max_prompt_tokens within the model's context, or leave these rows out",
         )

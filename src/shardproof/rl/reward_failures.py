@@ -34,13 +34,12 @@ def result_together(pending: PendingRewards) -> list[Scored]:
     _notice(kinds, pending.noticed)
     num_samples, num_failed = (sum(row[k] for row in rows) for k in (0, 1))
     if num_samples and num_samples == num_failed:
-        rank, name, error = next(iter(kinds.values()))
+        errors = [f"rank {rank}: {name!r}: {error}" for rank, name, error in kinds.values()]
         raise fail(
             "R504",
             "reward",
-            f"no sample of the whole batch has a reward; reward {name!r} failed: {error}.",
-            rank=rank,
-            fix="repair the reward, or the data that it reads: such a batch teaches nothing",
+            f"the whole batch failed, no sample has a reward: {'; '.join(errors[:3])}.",
+            fix="repair the reward, or the data that it reads",
         )
     return scored
 

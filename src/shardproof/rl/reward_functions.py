@@ -11,6 +11,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from decimal import Decimal
 from functools import reduce
 from typing import Any
 
@@ -28,13 +29,13 @@ _NUMBER = re.compile(
 
 def exact_match(prompt: str, completion: str, row: dict[str, Any]) -> float:
     """1 when the completion is the answer, apart from space around them."""
-    return float(completion.strip() == str(_cell(row, "answer")).strip())
+    return float(completion.strip() == str(_answer(row)).strip())
 
 
 def numeric(prompt: str, completion: str, row: dict[str, Any]) -> float:
     """1 when the last number of the completion is the answer's, to 1e-6."""
-    answer = _cell(row, "answer")
-    expected = float(answer) if isinstance(answer, numbers.Real) else _last_number(str(answer))
+    answer = _answer(row)
+    expected = _last_number(answer) if isinstance(answer, str) else float(answer)
     if expected is None:
         raise ValueError(f"the answer {str(answer)[:40]!r} holds no number")
     found = _last_number(completion)
@@ -46,7 +47,7 @@ def regex(pattern: str | None = None) -> Reward:
     compiled = None if pattern is None else re.compile(pattern)
 
     def reward(prompt: str, completion: str, row: dict[str, Any]) -> float:
-        search = compiled.search if compiled else re.compile(_cell(row, "pattern")).search
+        search = compiled.search if compiled else re.compile(_pattern(row)).search
         return float(search(completion) is not None)
 
     return reward
@@ -57,10 +58,45 @@ BUILT_IN: dict[str, Reward] = {"exact_match": exact_match, "numeric": numeric, "
 CANNOT_HANG = ("exact_match", "numeric")
 
 
-def _cell(row: dict[str, Any], column: str) -> Any:
+def row_problem(name: str, row: dict[str, Any]) -> str | None:
+    """What keeps a built-in reward from scoring completions of this row; users' functions judge their rows themselves."""
+    read = _NEEDS.get(name)
+    try:
+        if read is not None:
+            read(row)
+    except ValueError as error:
+        return f"reward {name!r}: {error}"
+    return None
+
+
+def _answer(row: dict[str, Any]) -> str | float | Decimal:
+    """The row's answer: text, or a number, which has one text. Null, true and lists have several, or none."""
+    answer = _cell(row, "answer", "text or a number", (str, numbers.Real, Decimal))
+    if not isinstance(answer, str) and not math.isfinite(answer):
+        raise ValueError(f"the row's 'answer' is {answer}; expected text or a number")
+    return answer
+
+
+def _pattern(row: dict[str, Any]) -> str:
+    pattern: str = _cell(row, "pattern", "text", (str,))
+    return pattern
+
+
+def _cell(row: dict[str, Any], column: str, expected: str, types: tuple[type, ...]) -> Any:
     if column not in row:
         raise ValueError(f"the row has no {column!r}")
-    return row[column]
+    value = row[column]
+    if isinstance(value, bool) or not isinstance(value, types):
+        found = "null" if value is None else f"of type {type(value).__name__}"
+        raise ValueError(f"the row's {column!r} is {found}; expected {expected}")
+    return value
+
+
+_NEEDS: dict[str, Callable[[dict[str, Any]], object]] = {
+    "exact_match": _answer,
+    "numeric": _answer,
+    "regex": _pattern,
+}
 
 
 def _last_number(text: str) -> float | None:
