@@ -133,7 +133,11 @@ def _read_prompts(recipe: Recipe, source: str, tokenizer: Any) -> list[Prompt]:
     data, imitate = recipe.data, recipe.algorithm.name == "sft"
     # Imitation needs no answer, unless held-out completions are scored.
     answer = data.answer_column if recipe.reward is not None else None
-    rows = load_rows(source, data.prompt_column, answer, data.completion_column if imitate else None)
+    rewards = [] if recipe.reward is None else [spec.name for spec in recipe.reward.functions]
+    if imitate and source != data.evaluation:
+        rewards = []  # what is imitated is not scored
+    completion = data.completion_column if imitate else None
+    rows = load_rows(source, data.prompt_column, answer, completion, rewards)
     prompts = encode_prompts(rows, tokenizer, data.prompt_column, data.chat, data.max_prompt_tokens)
     return encode_completions(prompts, tokenizer, data.completion_column) if imitate else prompts
 
