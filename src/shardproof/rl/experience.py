@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 
-from shardproof.dist.collectives import exchange, together
+from shardproof.dist.collectives import exchange
 from shardproof.errors import fail
 from shardproof.rl import advantages as adv
 from shardproof.rl.algorithms import ALGORITHMS
 from shardproof.rl.data import Prompt, sample_seed
+from shardproof.rl.reward_failures import result_together
 from shardproof.rl.rewards import PendingRewards
 from shardproof.rl.setup import Run
 from shardproof.rollout.engine import Completion, Request, Sampling
@@ -109,8 +110,7 @@ def sample_groups(
 def await_rewards(run: Run, groups: Sequence[Group], pending: PendingRewards) -> float:
     """Give the groups their rewards; returns the seconds that were spent waiting. Collective: every rank."""
     started = time.perf_counter()
-    with together("reward"):
-        scored = iter(pending.result())
+    scored = iter(result_together(pending))
     waited_s = time.perf_counter() - started
     for group in groups:
         part = [next(scored) for _ in group.completions]
