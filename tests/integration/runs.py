@@ -48,4 +48,5 @@ def comparable(metrics: dict[str, float]) -> dict[str, float]:
 
 
 def trajectory(folder: Path) -> list[dict[str, float]]:
-    return [comparable(line["metrics"]) for line in lines(folder / "metrics.jsonl")]
+    """The numbers of every step; step 0 is an evaluation alone, and not among them."""
+    return [comparable(line["metrics"]) for line in lines(folder / "metrics.jsonl") if line["step"]]

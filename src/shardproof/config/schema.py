@@ -6,8 +6,22 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-Positive = Annotated[int, Field(gt=0)]
+# The bounds of every number stand here. NaN and the infinities are refused everywhere (Section.model_config). Upper bounds
+# catch typing errors before they become allocations that no machine has.
+MAX_STEPS, MAX_TOKENS = 10**9, 2**30
+Count = Annotated[int, Field(ge=1, le=2**20)]
+CountOrNone = Annotated[int, Field(ge=0, le=2**20)]  # 0: none
+Steps = Annotated[int, Field(ge=1, le=MAX_STEPS)]
+StepsOrNever = Annotated[int, Field(ge=0, le=MAX_STEPS)]  # 0: never
+Tokens = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
+Processes = Annotated[int, Field(ge=1, le=1024)]  # on one node
+Seconds = Annotated[float, Field(gt=0.0, le=30 * 86400.0)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Share = Annotated[float, Field(gt=0.0, lt=1.0)]
+Decay = Annotated[float, Field(ge=0.0, lt=1.0)]  # of a running mean; 0: no memory
+Limit = Annotated[float, Field(gt=0.0, le=1e6)]  # what something is cut off at: 0 would leave nothing
+Coefficient = Annotated[float, Field(ge=0.0, le=1e3)]  # 0: the term is left out
+LearningRate = Annotated[float, Field(gt=0.0, le=10.0)]
 DtypeName = Literal["float32", "bfloat16", "float16"]
 StrategyName = Literal["fsdp2", "fsdp1"]
 AlgorithmName = Literal[
@@ -18,7 +32,7 @@ AlgorithmName = Literal[
 class Section(BaseModel):
     """A part of a recipe: unknown keys are errors, values do not change."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=False, allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
@@ -33,8 +47,8 @@ class Section(BaseModel):
 class Lora(Section):
     """Low-rank adapters."""
 
-    r: Positive = 16
-    alpha: Positive = 32
+    r: Annotated[int, Field(ge=1, le=2**16)] = 16
+    alpha: Count = 32
     target_modules: list[str] | str = "all-linear"
 
 
@@ -44,12 +58,12 @@ class Model(Section):
     path: str
     random_init: bool = False  # draw the weights from train.seed; path needs a config and a tokenizer only
     strategy: StrategyName = "fsdp2"
-    replicate: Positive = 1
+    replicate: Count = 1
     param_dtype: DtypeName = "float32"
     compute_dtype: DtypeName = "bfloat16"
     cpu_offload: bool = False
-    sequence_parallel: Positive = 1
-    checkpoint_activations: bool | int | Literal["auto"] = False
+    sequence_parallel: Processes = 1
+    checkpoint_activations: bool | CountOrNone | Literal["auto"] = False  # k: every k-th block
     reshard_after_forward: bool | None = None  # False: gather once a step; None: if "auto" finds the memory
     compile: bool | None = None  # the blocks; None: on CUDA in 16 bits with FSDP2, where Triton is installed
     lora: Lora | None = None
@@ -62,7 +76,7 @@ class Role(Section):
     path: str | None = None
     strategy: StrategyName | None = None
     cpu_offload: bool | None = None
-    lr: float | None = None
+    lr: LearningRate | None = None
 
 
 class Vllm(Section):
@@ -76,32 +90,30 @@ class Vllm(Section):
     transport: Literal["shared", "nccl", "ipc"] = "shared"
     lora: Literal["merge", "adapter"] = "merge"
     enforce_eager: bool | None = None  # None: on CPU
-    max_model_len: Positive | None = None
-    tensor_parallel_size: Positive = 1
-    gpu_memory_utilization: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.4
-    kv_cache_gib: Positive = 1  # on CPU
+    max_model_len: Tokens | None = None
+    tensor_parallel_size: Processes = 1
+    gpu_memory_utilization: Share = 0.4
+    kv_cache_gib: Count = 1  # on CPU
     args: list[str] = []  # further arguments of `vllm serve`
     log: str | None = None
-    start_timeout_s: Annotated[float, Field(gt=0.0)] = 600.0
-    sync_timeout_s: Annotated[float, Field(gt=0.0)] = 600.0
-    request_timeout_s: Annotated[float, Field(gt=0.0)] = 1800.0
+    start_timeout_s: Seconds = 600.0
+    sync_timeout_s: Seconds = 600.0
+    request_timeout_s: Seconds = 1800.0
 
 
 class Rollout(Section):
     """How completions are made."""
 
     engine: Literal["embedded", "sharded", "vllm"] = "embedded"
-    group_size: Positive = 8
-    max_new_tokens: Positive = 256
-    temperature: Annotated[float, Field(gt=0.0)] = 1.0
+    group_size: Count = 8
+    max_new_tokens: Tokens = 256
+    temperature: Annotated[float, Field(gt=0.0, le=100.0)] = 1.0
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    batch_size: Positive = 256  # completions decoded at a time on a rank
+    batch_size: Count = 256  # completions decoded at a time on a rank
     offload_policy: bool = False  # move the policy to host memory while completions are made
     # How far log-probs of engine and trainer may be apart; None: 0.001 in float32, 0.5 in half precision.
-    canary_tolerance: Annotated[float, Field(gt=0.0)] | None = None
-    max_version_lag: Annotated[int, Field(ge=0)] = (
-        0  # how many versions older than the policy's a completion may be
-    )
+    canary_tolerance: Limit | None = None
+    max_version_lag: CountOrNone = 0  # how many versions older than the policy's a completion may be
     vllm: Vllm = Vllm()
 
 
@@ -109,29 +121,35 @@ class Algorithm(Section):
     """The algorithm and its numbers."""
 
     name: AlgorithmName = "grpo"
-    clip_low: Fraction = 0.2
-    clip_high: float | None = None  # None: the algorithm's own
-    kl_coef: Annotated[float, Field(ge=0.0)] = 0.0
+    clip_low: Annotated[float, Field(gt=0.0, le=1.0)] = 0.2
+    clip_high: Limit | None = None  # None: the algorithm's own
+    kl_coef: Coefficient = 0.0
     kl_in: Literal["loss", "reward"] = "loss"
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    entropy_coef: Annotated[float, Field(ge=0.0)] = 0.0
-    router_coef: Annotated[float, Field(ge=0.0)] = 0.0
-    tis_cap: float | None = 2.0  # truncated importance sampling between rollout and trainer; None: off
-    updates_per_batch: Positive = 1
+    kl_ratio_correction: bool = (
+        False  # multiply k3 in the loss by the ratio: the gradient is then the KL's own
+    )
+    entropy_coef: Coefficient = 0.0
+    router_coef: Coefficient = 0.0
+    tis_cap: Limit | None = 2.0  # truncated importance sampling between rollout and trainer; None: off
+    updates_per_batch: Count = 1
     gamma: Fraction = 1.0
     gae_lambda: Fraction = 0.95
-    value_clip: float | None = 0.2
-    dynamic_sampling: bool = False  # drop groups whose rewards are all equal
-    overlong_from: int | None = (
-        None  # completion length from which reward is taken away, down to -1 at the limit
+    value_clip: Limit | None = 0.2
+    dynamic_sampling: bool | None = (
+        None  # drop groups whose rewards are all equal; None: as the algorithm does
     )
+    # Completion length from which reward is taken away, down to -1 at the limit.
+    overlong_from: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = None
 
 
 class Reward(Section):
     """A reward function and its weight."""
 
     name: str
-    weight: float = 1.0
+    weight: Annotated[float, Field(ge=-1e6, le=1e6)] = (
+        1.0  # below 0: a penalty; 0: reported, not learned from
+    )
 
 
 class Data(Section):
@@ -143,51 +161,51 @@ class Data(Section):
     answer_column: str | None = "answer"
     completion_column: str = "completion"  # what sft imitates
     chat: bool = False
-    max_prompt_tokens: Positive | None = None
+    max_prompt_tokens: Tokens | None = None
 
 
 class Rewards(Section):
     """What completions are worth."""
 
     functions: list[Reward] = Field(min_length=1)
-    timeout_s: Annotated[float, Field(gt=0.0)] = 10.0
-    num_workers: Positive = 2
+    timeout_s: Seconds = 10.0
+    num_workers: Processes = 2
     on_error: Literal["zero", "stop"] = "zero"
 
 
 class Optimizer(Section):
     """AdamW and its schedule."""
 
-    lr: Annotated[float, Field(gt=0.0)] = 1e-6
-    weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
-    betas: tuple[float, float] = (0.9, 0.95)
+    lr: LearningRate = 1e-6
+    weight_decay: Coefficient = 0.0
+    betas: tuple[Decay, Decay] = (0.9, 0.95)
     schedule: Literal["constant", "cosine"] = "constant"
-    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    warmup_steps: StepsOrNever = 0
     final_ratio: Fraction = 0.0  # of lr, where the cosine ends
-    max_grad_norm: float | None = 1.0
+    max_grad_norm: Limit | None = 1.0
 
 
 class Train(Section):
     """How long, how much at a time."""
 
-    steps: Positive
-    prompts_per_step: Positive = 32
-    micro_batch_tokens: Positive = 8192
-    seed: int = 0
-    ranks: Positive | None = None  # processes on this node; None: one a GPU, or 1
-    max_consecutive_skips: Positive = 3
+    steps: Steps
+    prompts_per_step: Count = 32
+    micro_batch_tokens: Tokens = 8192
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    ranks: Processes | None = None  # processes on this node; None: one a GPU, or 1
+    max_consecutive_skips: Count = 3
 
 
 class Output(Section):
     """What a run leaves behind."""
 
     folder: str
-    save_every: Annotated[int, Field(ge=0)] = 50
-    keep: Positive = 2
-    eval_every: Annotated[int, Field(ge=0)] = 0
-    eval_samples: Positive = 1  # completions a held-out prompt; 1 is greedy, more are sampled, for pass@k
-    eval_prompts: Positive = 64
-    samples_per_step: Annotated[int, Field(ge=0)] = 4
+    save_every: StepsOrNever = 50
+    keep: Count = 2
+    eval_every: StepsOrNever = 0
+    eval_samples: Count = 1  # completions a held-out prompt; 1 is greedy, more are sampled, for pass@k
+    eval_prompts: Count = 64
+    samples_per_step: CountOrNone = 4
     save_model: bool = True
     model_dtype: DtypeName | None = None  # of the final model; None: as in the checkpoint it came from
     tensorboard: bool = True
@@ -210,7 +228,8 @@ class Recipe(Section):
     @model_validator(mode="after")
     def _fits_together(self) -> Recipe:
         """Combinations that cannot work, refused before anything starts."""
-        problem = next(filter(None, (check(self) for check in (_roles, _sampling, _batching))), None)
+        checks = (_roles, _divergence, _sampling, _batching)
+        problem = next(filter(None, (check(self) for check in checks)), None)
         if problem is not None:
             raise ValueError(problem)
         return self
@@ -242,6 +261,19 @@ def _roles(recipe: Recipe) -> str | None:
         return "algorithm.kl_coef and algorithm.entropy_coef are for algorithms that sample, not for sft"
     if name == "sft" and recipe.algorithm.updates_per_batch > 1:
         return "algorithm.updates_per_batch: sft takes one update a batch; raise train.steps instead"
+    return None
+
+
+def _divergence(recipe: Recipe) -> str | None:
+    settings = recipe.algorithm
+    in_loss = settings.kl_in == "loss"
+    if settings.kl_coef and in_loss and settings.kl_estimator == "k1":
+        return (
+            "algorithm.kl_estimator='k1' has an expected gradient of zero in the loss; use 'k2', or 'k3' with "
+            "algorithm.kl_ratio_correction=true, or set algorithm.kl_in='reward'"
+        )
+    if settings.kl_ratio_correction and not (in_loss and settings.kl_estimator == "k3"):
+        return "algorithm.kl_ratio_correction is for algorithm.kl_estimator='k3' with algorithm.kl_in='loss'"
     return None
 
 

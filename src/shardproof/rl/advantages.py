@@ -5,22 +5,37 @@ from __future__ import annotations
 import torch
 
 
-def group_normalised(rewards_PG: torch.Tensor, eps: float = 1e-4) -> torch.Tensor:
-    """GRPO: (r - mean) / std inside each prompt's group."""
-    mean_P1 = rewards_PG.mean(dim=1, keepdim=True)
-    std_P1 = rewards_PG.std(dim=1, keepdim=True, unbiased=False)
-    return (rewards_PG - mean_P1) / (std_P1 + eps)
+def group_normalised(
+    rewards_PG: torch.Tensor, counted_PG: torch.Tensor | None = None, eps: float = 1e-4
+) -> torch.Tensor:
+    """GRPO: (r - mean) / std inside each prompt's group, over its counted completions; 0 for the others."""
+    if counted_PG is None or bool(counted_PG.all()):
+        mean_P1 = rewards_PG.mean(dim=1, keepdim=True)
+        std_P1 = rewards_PG.std(dim=1, keepdim=True, unbiased=False)
+        return (rewards_PG - mean_P1) / (std_P1 + eps)
+    centred_PG = group_centred(rewards_PG, counted_PG)
+    std_P1 = (centred_PG.square().sum(dim=1, keepdim=True) / _num_counted(counted_PG)).sqrt()
+    return centred_PG / (std_P1 + eps)
 
 
-def group_centred(rewards_PG: torch.Tensor) -> torch.Tensor:
+def group_centred(rewards_PG: torch.Tensor, counted_PG: torch.Tensor | None = None) -> torch.Tensor:
     """Dr. GRPO: r - mean. Dividing by the deviation would favour prompts that are nearly solved or nearly lost."""
-    return rewards_PG - rewards_PG.mean(dim=1, keepdim=True)
+    if counted_PG is None or bool(counted_PG.all()):
+        return rewards_PG - rewards_PG.mean(dim=1, keepdim=True)
+    mean_P1 = torch.where(counted_PG, rewards_PG, 0.0).sum(dim=1, keepdim=True) / _num_counted(counted_PG)
+    return torch.where(counted_PG, rewards_PG - mean_P1, 0.0)
 
 
-def leave_one_out(rewards_PG: torch.Tensor) -> torch.Tensor:
-    """RLOO: r minus the mean of the group's other completions."""
-    size = rewards_PG.shape[1]
-    return group_centred(rewards_PG) * size / (size - 1)
+def leave_one_out(rewards_PG: torch.Tensor, counted_PG: torch.Tensor | None = None) -> torch.Tensor:
+    """RLOO: r minus the mean of the group's other completions; 0 where there is no other."""
+    if counted_PG is None:
+        counted_PG = torch.ones_like(rewards_PG, dtype=torch.bool)
+    num_P1 = _num_counted(counted_PG)
+    return group_centred(rewards_PG, counted_PG) * num_P1 / (num_P1 - 1).clamp(min=1)
+
+
+def _num_counted(counted_PG: torch.Tensor) -> torch.Tensor:
+    return counted_PG.sum(dim=1, keepdim=True).clamp(min=1)
 
 
 def batch_normalised(returns: torch.Tensor, counted: torch.Tensor, eps: float = 1e-8) -> torch.Tensor:

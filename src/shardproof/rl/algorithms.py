@@ -35,8 +35,12 @@ ALGORITHMS: dict[str, Facts] = {
 }
 
 
-def make_loss(settings: Settings) -> Loss:
-    """The policy's loss: the algorithm's surrogate, truncated importance weights, KL and entropy terms."""
+def make_loss(settings: Settings, top_p: float = 1.0) -> Loss:
+    """The policy's loss: the algorithm's surrogate, truncated importance weights, KL and entropy terms.
+
+    With `top_p` below 1 the engine's log-probs are those of the nucleus, and their distance from the trainer's says how
+    much likelier its tokens were made, not how far the two are apart.
+    """
     if settings.name == "sft":
         return Loss("sft", _cross_entropy, metrics={"loss/policy": "mean"})
     facts = ALGORITHMS[settings.name]
@@ -44,6 +48,10 @@ def make_loss(settings: Settings) -> Loss:
     high = settings.clip_high if settings.clip_high is not None else (facts.clip_high or low)
     surrogate = {"clipped": _clipped, "sequence": _sequence_clipped, "detached": _detached}[facts.ratio]
     kl_coef = settings.kl_coef if settings.kl_in == "loss" else 0.0
+    reductions = {"loss/policy": "mean", "clip_fraction": "mean", "ratio/max": "max"}
+    reductions |= (
+        {"mismatch/mean": "mean", "mismatch/max": "max"} if top_p == 1.0 else {"nucleus/mean": "mean"}
+    )
 
     def function(scored: Scored, columns: Columns) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         # One update a batch needs no second scoring: the policy is its own old policy.
@@ -56,25 +64,23 @@ def make_loss(settings: Settings) -> Loss:
             "loss/policy": loss.detach(),
             "clip_fraction": clipped,
             "ratio/max": torch.exp(scored.logps.detach() - old),
-            "mismatch/mean": gap.abs(),
-            "mismatch/max": gap.abs(),
         }
+        if top_p == 1.0:
+            metrics |= {"mismatch/mean": gap.abs(), "mismatch/max": gap.abs()}
+        else:
+            metrics["nucleus/mean"] = -gap
         if "ref_logps" in columns:
             kl = kl_estimate(scored.logps, columns["ref_logps"], settings.kl_estimator)
             metrics["kl/mean"] = kl.detach()
+            if settings.kl_ratio_correction:
+                # What samples are drawn depends on the weights, too: the ratio brings that into the gradient.
+                kl = kl * torch.exp(scored.logps - old)
             loss = loss + kl_coef * kl
         if settings.entropy_coef:
             loss = loss - settings.entropy_coef * scored.entropy
             metrics["entropy/mean"] = scored.entropy.detach()
         return loss, metrics
 
-    reductions = {
-        "loss/policy": "mean",
-        "clip_fraction": "mean",
-        "ratio/max": "max",
-        "mismatch/mean": "mean",
-        "mismatch/max": "max",
-    }
     if settings.kl_coef:
         reductions["kl/mean"] = "mean"
     if settings.entropy_coef:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -10,9 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from shardproof.dist.collectives import exchange
-from shardproof.errors import fail
+from shardproof.dist.collectives import exchange, raise_together
+from shardproof.findings import Finding
 from shardproof.rl import advantages as adv
 from shardproof.rl.algorithms import ALGORITHMS
 from shardproof.rl.data import Prompt, sample_seed
@@ -35,9 +37,21 @@ class Group:
     prompt: Prompt
     completions: list[Completion]
     texts: list[str]
-    rewards: list[float] = field(default_factory=list)  # these three are empty until rewards are awaited
+    # What follows is empty until rewards are awaited.
+    totals: list[float] = field(default_factory=list)  # as the reward functions say
+    rewards: list[float] = field(default_factory=list)  # the totals, less penalties: what is trained on
     parts: list[dict[str, float]] = field(default_factory=list)
-    errors: list[str] = field(default_factory=list)  # of rewards that failed on some, and were taken as zero
+    failed: list[bool] = field(default_factory=list)  # nothing is known about these completions
+    errors: list[str] = field(default_factory=list)
+
+    def known(self, values: Sequence[Any]) -> list[Any]:
+        """Those of the completions' values whose rewards did not fail."""
+        return [value for value, failed in zip(values, self.failed, strict=True) if not failed]
+
+    @property
+    def has_signal(self) -> bool:
+        """The reward functions tell its completions apart. Penalties do not count: they would always do."""
+        return len(set(self.known(self.totals))) > 1
 
 
 @dataclass
@@ -48,13 +62,16 @@ class Experience:
     batch: Batch
     metrics: dict[str, float] = field(default_factory=dict)
     errors: list[str] = field(default_factory=list)  # of rewards, the first few of every rank
+    order: list[int] = field(default_factory=list)  # the groups of all ranks, by their prompts' indices
 
 
 def collect(run: Run, step: int) -> Experience:
     """Sample, score and weigh one step's prompts. Collective: every rank."""
     assert run.rewards is not None, "nothing scores these completions"
-    facts = ALGORITHMS[run.recipe.algorithm.name]
-    drop = facts.dynamic_sampling or run.recipe.algorithm.dynamic_sampling
+    settings = run.recipe.algorithm
+    drop = settings.dynamic_sampling
+    if drop is None:
+        drop = ALGORITHMS[settings.name].dynamic_sampling
     wanted = run.recipe.train.prompts_per_step
     seen: list[Group] = []
     num_seen, kept, waited_s = 0, set[int](), 0.0
@@ -71,18 +88,19 @@ def collect(run: Run, step: int) -> Experience:
             waited_s += await_rewards(run, fresh, pending)
         seen += fresh
         num_seen += wanted
-        useful = [group.index for group in fresh if not drop or len(set(group.rewards)) > 1]
+        useful = [group.index for group in fresh if not drop or group.has_signal]
         kept.update(index for row in exchange(useful) for index in row)
         if len(kept) >= wanted:
             break
     # The last round may give more than a batch: which groups stay must not depend on the number of ranks.
-    chosen = set(sorted(kept)[:wanted])
+    order = sorted(kept)[:wanted]
+    chosen = set(order)
     groups = [group for group in seen if group.index in chosen]
     metrics = _reward_metrics(run, seen)
-    metrics |= {"prompts/kept": len(kept) / num_seen, "time/reward": waited_s}
+    metrics |= {"prompts/kept": len(order) / num_seen, "time/reward": waited_s}
     errors = exchange([error for group in seen for error in group.errors][:_MAX_ERRORS])
     batch = _with_advantages(run, groups, batch if batch is not None else _batch(run, groups))
-    return Experience(groups, batch, metrics, sorted({e for row in errors for e in row}))
+    return Experience(groups, batch, metrics, sorted({e for row in errors for e in row}), order)
 
 
 def sample_groups(
@@ -114,8 +132,10 @@ def await_rewards(run: Run, groups: Sequence[Group], pending: PendingRewards) ->
     waited_s = time.perf_counter() - started
     for group in groups:
         part = [next(scored) for _ in group.completions]
+        group.failed = [s.failed for s in part]
+        group.totals = [0.0 if s.failed else s.total for s in part]
         penalties = [_overlong(run, completion) for completion in group.completions]
-        group.rewards = [s.total + penalty for s, penalty in zip(part, penalties, strict=True)]
+        group.rewards = [total + penalty for total, penalty in zip(group.totals, penalties, strict=True)]
         group.parts = [dict(s.parts) for s in part]
         group.errors = [error for s in part for error in s.errors]
     return waited_s
@@ -128,10 +148,7 @@ def _generate(
     sampling: Sampling,
     pending: PendingRewards,
 ) -> tuple[list[Completion], list[str]]:
-    """Completions and their texts in batches, as many calls on every rank; one's rewards run while the next is made.
-
-    Older weights than the policy's are refused.
-    """
+    """Completions and their texts in batches, as many calls on every rank; one's rewards run while the next is made."""
     size = run.recipe.rollout.batch_size
     num_calls = max(exchange(-(-len(requests) // size)))
     completions: list[Completion] = []
@@ -144,12 +161,27 @@ def _generate(
             pending.add([(p.text, text, p.row) for p, text in zip(prompts[part], written, strict=True)])
             completions += fresh
             texts += written
-    newest, lag = run.policy.model.version, run.recipe.rollout.max_version_lag
-    stale = [c.version for c in completions if not newest - lag <= c.version <= newest]
-    if any(exchange(bool(stale))):
-        message = f"completions come from version {stale[:1] or 'of another rank'}, the policy is {newest}, the lag allowed is {lag}."
-        raise fail("R501", "rollout", message)
+    raise_together(_unusable(run, completions))
     return completions, texts
+
+
+def _unusable(run: Run, completions: Sequence[Completion]) -> list[Finding]:
+    """What forbids to train on completions: older weights than allowed, log-probs that are not numbers."""
+    newest, lag = run.policy.model.version, run.recipe.rollout.max_version_lag
+    findings = []
+    stale = [c.version for c in completions if not newest - lag <= c.version <= newest]
+    if stale:
+        message = (
+            f"completions come from version {stale[:1]}, the policy is {newest}, the lag allowed is {lag}."
+        )
+        findings.append(Finding("R501", "rollout", message))
+    for number, completion in enumerate(completions):
+        odd = [k for k, logp in enumerate(completion.logprobs) if logp is None or not math.isfinite(logp)]
+        if odd:
+            message = f"the engine's log-prob of token {odd[0]} of sequence {number} is {completion.logprobs[odd[0]]}."
+            findings.append(Finding("R503", "rollout", message, rank=dist.get_rank()))
+            break
+    return findings
 
 
 @contextmanager
@@ -223,7 +255,17 @@ def _token_rewards(run: Run, groups: Sequence[Group], batch: Batch) -> list[torc
     return batch.rows(row)
 
 
+def _without_failed(groups: Sequence[Group], batch: Batch) -> Batch:
+    """The batch in which no token of a completion counts whose reward failed: neither in weights nor in means."""
+    failed = [flag for group in groups for flag in group.failed]
+    masks = [
+        torch.zeros_like(m) if flag else m for m, flag in zip(batch.columns["mask"], failed, strict=True)
+    ]
+    return batch.with_column("mask", masks)
+
+
 def _with_advantages(run: Run, groups: Sequence[Group], batch: Batch) -> Batch:
+    batch = _without_failed(groups, batch)
     kind = ALGORITHMS[run.recipe.algorithm.name].advantages
     token_rewards = _token_rewards(run, groups, batch)
     if kind == "gae":
@@ -244,7 +286,9 @@ def _with_advantages(run: Run, groups: Sequence[Group], batch: Batch) -> Batch:
     }[kind]
     sequence = batch.sequence_indices()
     totals = torch.zeros(len(batch)).index_add(0, sequence, torch.cat(token_rewards))
-    each = function(totals.view(-1, run.recipe.rollout.group_size)).flatten()
+    counted = torch.tensor([not flag for group in groups for flag in group.failed])
+    size = run.recipe.rollout.group_size
+    each = function(totals.view(-1, size), counted.view(-1, size)).flatten()
     return batch.with_column("advantages", batch.rows(each[sequence] * batch.flat("mask")))
 
 
@@ -276,14 +320,15 @@ def _normalised_over_batch(rows: list[torch.Tensor], masks: list[torch.Tensor]) 
 
 
 def _reward_metrics(run: Run, groups: Sequence[Group]) -> dict[str, float]:
-    """Rewards and lengths of the global batch. Collective: every rank."""
+    """Rewards and lengths of the global batch; completions whose reward failed have none. Collective: every rank."""
     mine = {
-        "rewards": [reward for group in groups for reward in group.rewards],
+        "rewards": [reward for group in groups for reward in group.known(group.rewards)],
         "lengths": [len(c.tokens) for group in groups for c in group.completions],
         "finished": [c.finished for group in groups for c in group.completions],
-        "spread": [statistics.pstdev(group.rewards) for group in groups],
-        "parts": [part for group in groups for part in group.parts],
+        "spread": [statistics.pstdev(known) for group in groups if (known := group.known(group.rewards))],
+        "parts": [part for group in groups for part in group.known(group.parts)],
         "errors": [float(len(group.errors)) for group in groups],
+        "failed": [float(sum(group.failed)) for group in groups],
     }
     rows = exchange(mine)[:: run.policy.model.sequence_parallel]
     merged = {key: [value for row in rows for value in row[key]] for key in mine}
@@ -294,6 +339,7 @@ def _reward_metrics(run: Run, groups: Sequence[Group]) -> dict[str, float]:
         "completion/length": _mean(merged["lengths"]),
         "completion/finished": _mean(merged["finished"]),
         "reward/errors": sum(merged["errors"]),
+        "reward/failed": sum(merged["failed"]),
     }
     for name in sorted({name for part in merged["parts"] for name in part}):
         metrics[f"reward/{name}"] = _mean([part.get(name, 0.0) for part in merged["parts"]])

@@ -42,15 +42,23 @@ def sft() -> Loss:
 
 
 def policy_gradient(
-    clip_low: float = 0.2, clip_high: float | None = None, kl_coef: float = 0.0, entropy_coef: float = 0.0
+    clip_low: float = 0.2,
+    clip_high: float | None = None,
+    kl_coef: float = 0.0,
+    entropy_coef: float = 0.0,
+    *,
+    kl_ratio_correction: bool = False,
 ) -> Loss:
     """Clipped policy gradient: -min(r A, clip(r, 1 - low, 1 + high) A) + kl_coef KL - entropy_coef H.
 
     r = exp(logp - old_logp). The KL to the reference is the k3 estimate, exp(d) - d - 1 with d = ref_logp - logp.
+    With `kl_ratio_correction` it is multiplied by r, and its expected gradient is then that of the KL.
     """
     high = clip_low if clip_high is None else clip_high
     require_number("loss", "clip_low", clip_low, at_least=0)
     require_number("loss", "clip_high", high, at_least=0)
+    require_number("loss", "kl_coef", kl_coef, at_least=0)
+    require_number("loss", "entropy_coef", entropy_coef, at_least=0)
 
     def function(scored: Scored, columns: Columns) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         advantage = columns["advantages"]
@@ -65,7 +73,7 @@ def policy_gradient(
         if kl_coef:
             difference = columns["ref_logps"] - scored.logps
             kl = torch.exp(difference) - difference - 1.0
-            loss = loss + kl_coef * kl
+            loss = loss + kl_coef * (kl * ratio if kl_ratio_correction else kl)
             metrics["kl/mean"] = kl.detach()
         if entropy_coef:
             loss = loss - entropy_coef * scored.entropy
@@ -81,6 +89,8 @@ def policy_gradient(
 
 def value(clip: float | None = None) -> Loss:
     """Half the squared error of a critic's values against `returns`, clipped around the old `values` if asked."""
+    if clip is not None:
+        require_number("loss", "clip", clip, above=0)
 
     def function(scored: Scored, columns: Columns) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         error = (scored.values - columns["returns"]) ** 2
