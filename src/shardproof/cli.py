@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 from typing import Annotated
 
@@ -13,9 +14,10 @@ from shardproof.config.load import from_json, load_recipe, to_json
 from shardproof.config.schema import Recipe
 from shardproof.doctor.commands import CountingCommand, doctor, estimate
 from shardproof.errors import ConfigError, ShardproofError
+from shardproof.rl.stopping import STOP_EXIT_CODES, STOP_SIGNALS, Stopped
 
 _EXPLAINED = (2, 3)  # exit codes of ranks that print their findings
-_PATIENCE_S = 180  # for the step and the checkpoint that ranks finish after a signal
+_STOPPED = "stopped by a signal; the same command goes on"
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 app.command(cls=CountingCommand)(doctor)
@@ -33,9 +35,11 @@ def train(
     overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value")] = None,
     dry_run: Annotated[bool, typer.Option(help="resolve and check everything, train nothing")] = False,
     nnodes: Annotated[str, typer.Option(help="as torchrun's")] = "1",
-    rdzv_endpoint: Annotated[str, typer.Option(help="as torchrun's")] = "localhost:0",
-    rdzv_id: Annotated[str, typer.Option(help="as torchrun's")] = "shardproof",
-    max_restarts: Annotated[int, typer.Option(help="as torchrun's")] = 0,
+    rdzv_endpoint: Annotated[str | None, typer.Option(help="HOST:PORT, for several nodes")] = None,
+    rdzv_id: Annotated[
+        str | None, typer.Option(help="a secret of the run, for several nodes", envvar="SHARDPROOF_RDZV_ID")
+    ] = None,
+    max_restarts: Annotated[int, typer.Option(min=0, help="starts after a rank was lost")] = 0,
 ) -> None:
     """Train a recipe. The same command resumes it."""
     try:
@@ -76,13 +80,12 @@ def _num_ranks(recipe: Recipe) -> int:
     return recipe.train.ranks or max(torch.cuda.device_count(), 1)
 
 
-def _launch(recipe: Recipe, nnodes: str, endpoint: str, run_id: str, max_restarts: int) -> None:
+def _launch(recipe: Recipe, nnodes: str, endpoint: str | None, run_id: str | None, max_restarts: int) -> None:
     """Start this node's ranks. Signals reach them through the agent, which waits until they have saved."""
     from torch.distributed.elastic.multiprocessing import SignalException
 
-    from shardproof.dist.launch import RankFailed, start_ranks
+    from shardproof.dist.launch import RankFailed, RanksKilled, start_ranks
 
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(_PATIENCE_S))
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").addFilter(_said_enough)
     try:
         start_ranks(
@@ -93,27 +96,35 @@ def _launch(recipe: Recipe, nnodes: str, endpoint: str, run_id: str, max_restart
             rdzv_endpoint=endpoint,
             rdzv_id=run_id,
             max_restarts=max_restarts,
+            # A rank that a signal ended is not lost, and a recipe that cannot be used will not become usable.
+            final_exit_codes=(_EXPLAINED[0], *STOP_EXIT_CODES, *(-number for number in STOP_SIGNALS)),
+            loopback_only=not recipe.rollout.vllm.allow_remote,
         )
     except SignalException as error:
-        print("stopped by a signal; the same command goes on", file=sys.stderr)
+        print(_STOPPED, file=sys.stderr)
         raise SystemExit(128 + error.sigval) from None
+    except RanksKilled:
+        print("interrupted again; the same command goes on from the last checkpoint", file=sys.stderr)
+        raise SystemExit(128 + signal.SIGINT) from None
     except RankFailed as error:
-        if error.exit_code not in _EXPLAINED:
+        if error.exit_code in STOP_EXIT_CODES:  # a signal to a rank, or to another node
+            print(_STOPPED, file=sys.stderr)
+        elif error.exit_code not in _EXPLAINED:
             print(f"rank {error.rank} failed with {error}", file=sys.stderr)
         raise SystemExit(error.exit_code if error.exit_code > 0 else 1) from None
 
 
 def _said_enough(record: logging.LogRecord) -> bool:
-    """False for the agent's report of a rank that has said itself what was wrong."""
-    return not any(f"(exitcode: {code})" in record.getMessage() for code in _EXPLAINED)
+    """False for the agent's report of a rank that has said itself what was wrong, or was stopped."""
+    return not any(f"(exitcode: {code})" in record.getMessage() for code in (*_EXPLAINED, *STOP_EXIT_CODES))
 
 
 def run_rank(recipe_json: str) -> dict[str, float]:
     """One rank's run."""
     import torch.distributed as dist
 
+    from shardproof.dist.launch import shut_down
     from shardproof.rl.loop import train as run_recipe
-    from shardproof.rl.stopping import Stopped
 
     try:
         return run_recipe(from_json(recipe_json))
@@ -125,5 +136,4 @@ def run_rank(recipe_json: str) -> dict[str, float]:
             print(error, file=sys.stderr)
         raise SystemExit(exit_code_of(error)) from None
     finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        shut_down()

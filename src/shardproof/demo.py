@@ -27,14 +27,13 @@ def main() -> None:
 
 def run_rank(recipe_json: str) -> None:
     """Show what this rank can prove about the model, then train it."""
-    import torch.distributed as dist
-
+    from shardproof.dist.launch import shut_down
     from shardproof.rl.loop import train
 
     recipe = from_json(recipe_json)
     print_attestation(recipe)
     train(recipe)
-    dist.destroy_process_group()
+    shut_down()
 
 
 def print_attestation(recipe: Recipe) -> None:

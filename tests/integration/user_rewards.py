@@ -40,3 +40,10 @@ def tells(prompt: str, completion: str, row: dict[str, Any]) -> float:
     """Leaves the file that the row names."""
     Path(row["signal"]).touch()
     return float(completion == row["answer"])
+
+
+def never_ends(prompt: str, completion: str, row: dict[str, Any]) -> float:
+    """Leaves the file that the row names, and then hangs."""
+    Path(row["signal"]).touch()
+    while True:
+        time.sleep(1)

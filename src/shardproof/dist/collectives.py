@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,18 @@ import torch.distributed as dist
 from shardproof.errors import ShardproofError, error_for
 from shardproof.findings import Finding, merge_findings
 
-_control_groups: dict[int, dist.ProcessGroup] = {}
+# What an error that nobody foresaw is called in each stage; tests/unit/test_together.py knows of every stage.
+UNEXPECTED = {
+    **dict.fromkeys(
+        ("settings", "source", "skeleton", "plan", "materialise", "data", "config", "reference"), "L100"
+    ),
+    **dict.fromkeys(("train_step", "score"), "T300"),
+    **dict.fromkeys(("export", "save_pretrained", "save", "resume", "output"), "E400"),
+    **dict.fromkeys(("rollout", "sync", "generate", "reward"), "R500"),
+}
+
+# The gloo group beside an NCCL-only default group, by that group, and gone with it.
+_control_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 
 
 def control_group() -> dist.ProcessGroup:
@@ -23,14 +35,18 @@ def control_group() -> dist.ProcessGroup:
 
     Collective: every rank, the first time.
     """
+    known = known_control_group()
+    if known is None:
+        assert dist.group.WORLD is not None
+        known = _control_groups[dist.group.WORLD] = dist.new_group(backend="gloo")
+    return known
+
+
+def known_control_group() -> dist.ProcessGroup | None:
+    """The control group, if it was made already."""
     default = dist.group.WORLD
     assert default is not None
-    if torch.device("cpu") in default._device_types:
-        return default
-    key = id(default)
-    if key not in _control_groups:
-        _control_groups[key] = dist.new_group(backend="gloo")
-    return _control_groups[key]
+    return default if torch.device("cpu") in default._device_types else _control_groups.get(default)
 
 
 def exchange(value: Any) -> list[Any]:
@@ -133,7 +149,8 @@ def together(stage: str) -> Iterator[None]:
     except Exception as error:
         where = traceback.extract_tb(error.__traceback__)[-1]
         detail = f"{type(error).__name__}: {error} ({where.name}, line {where.lineno})"
-        findings, cause = [Finding("L100", stage, detail, rank=dist.get_rank())], error
+        code = UNEXPECTED.get(stage, "L100")
+        findings, cause = [Finding(code, stage, detail, rank=dist.get_rank())], error
     merged = share_findings(findings)
     if merged:
         raise error_for(merged) from cause

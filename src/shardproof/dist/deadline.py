@@ -11,9 +11,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
+from shardproof.bounds import require_number
 from shardproof.dist import whereabouts
+from shardproof.dist.collectives import known_control_group
 from shardproof.errors import ShardproofError, fail
 
+_MAX_SECONDS = 10**9  # more than timedelta and the backends can count with would overflow
 # What backends say when a peer is gone or does not answer.
 _LOST = (
     "timed out",
@@ -43,10 +46,13 @@ def deadline(
     """No collective in the block waits longer than `seconds`; a lost or late peer becomes one clear error.
 
     The error says which rank was in which call at which line, and which gave no answer. Without `groups` the deadline
-    is that of the default group.
+    is that of the default group. It also holds for the exchanges of this package, whatever group they go through.
     """
     assert dist.group.WORLD is not None
-    unique = {id(group): group for group in groups or [dist.group.WORLD]}.values()
+    require_number(stage, "deadline_s", seconds, above=0, at_most=_MAX_SECONDS)
+    control = known_control_group()
+    every = [*(groups or [dist.group.WORLD]), *([control] if control is not None else [])]
+    unique = {id(group): group for group in every}.values()
     previous = [(group, _timeout_of(group)) for group in unique]
     for group, _ in previous:
         _set_pg_timeout(timedelta(seconds=seconds), group)

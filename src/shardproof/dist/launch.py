@@ -1,16 +1,31 @@
-"""The process group: what torchrun started, or a group of one."""
+"""The process group: of ranks that are started here, what torchrun started, or a group of one."""
 
 from __future__ import annotations
 
+import ctypes
 import datetime
+import itertools
 import os
-from collections.abc import Callable
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from shardproof.dist import whereabouts
+from shardproof.dist.collectives import control_group
+from shardproof.errors import fail
+
+_STORE_FOLDER = "SHARDPROOF_STORE_FOLDER"
+_MIN_SECRET = 16  # characters
+_PATIENCE_S = 180  # for the step and the checkpoint that ranks finish after a signal
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+_groups_made = itertools.count()
 
 
 def init_distributed(device: str | torch.device | None = None, timeout_s: float = 600.0) -> None:
@@ -20,7 +35,15 @@ def init_distributed(device: str | torch.device | None = None, timeout_s: float 
     """
     if not dist.is_initialized():
         _init_group(device, timeout_s)
+    control_group()  # made now, where every rank is, so that every deadline finds it
     whereabouts.start()
+
+
+def shut_down() -> None:
+    """Leave the process group, if there is one; nothing of this package uses it afterwards."""
+    whereabouts.stop()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _init_group(device: str | torch.device | None, timeout_s: float) -> None:
@@ -28,12 +51,39 @@ def _init_group(device: str | torch.device | None, timeout_s: float) -> None:
     # gloo stays beside NCCL: offloaded tensors and the control plane live on the CPU.
     backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
     timeout = datetime.timedelta(seconds=timeout_s)
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ and "MASTER_ADDR" in os.environ:
-        if kind == "cuda":
-            torch.cuda.set_device(default_device())
+    started = "RANK" in os.environ and "WORLD_SIZE" in os.environ and "MASTER_ADDR" in os.environ
+    rank, world_size = (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])) if started else (0, 1)
+    if world_size in (1, int(os.environ.get("LOCAL_WORLD_SIZE", "0"))):
+        _keep_to_loopback("GLOO_SOCKET_IFNAME")
+    if started and kind == "cuda":
+        torch.cuda.set_device(default_device())
+    store = _file_store(world_size) if started else dist.HashStore()
+    if store is None:
         dist.init_process_group(backend, timeout=timeout)
-    else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        return
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+
+
+def _file_store(world_size: int) -> dist.Store | None:
+    """The store that `start_ranks` made a folder for, another one for each attempt and each group; None elsewhere."""
+    folder = os.environ.get(_STORE_FOLDER, "")
+    # A torchrun that a rank starts inherits the variable, and gives its own ranks another id.
+    if not folder or os.environ.get("TORCHELASTIC_RUN_ID") != os.path.basename(folder):
+        return None
+    name = f"{os.environ['TORCHELASTIC_RESTART_COUNT']}-{next(_groups_made)}"
+    return dist.FileStore(os.path.join(folder, name), world_size)
+
+
+def _keep_to_loopback(variable: str) -> None:
+    """Let a backend listen on this host's loopback interface alone, unless the user chose another."""
+    names = {name for _, name in socket.if_nameindex()} & {"lo", "lo0"}
+    with socket.socket() as probe:
+        try:
+            probe.bind(("127.0.0.1", 0))
+        except OSError:  # a namespace whose loopback is down
+            return
+    if names:
+        os.environ.setdefault(variable, names.pop())
 
 
 def resolve_device(device: str | torch.device | None) -> torch.device:
@@ -66,35 +116,111 @@ class RankFailed(Exception):
         super().__init__(f"exit code {exit_code}: {message}")
 
 
+class RanksKilled(Exception):
+    """A second interrupt ended the ranks at once; what they had not saved is lost."""
+
+
 def start_ranks(
     function: Callable[..., Any],
     *args: Any,
     num_ranks: int,
     nnodes: str = "1",
-    rdzv_endpoint: str = "localhost:0",
-    rdzv_id: str = "shardproof",
+    rdzv_endpoint: str | None = None,
+    rdzv_id: str | None = None,
     max_restarts: int = 0,
+    final_exit_codes: Collection[int] = (),
+    loopback_only: bool = True,
 ) -> dict[int, Any]:
     """What `function` returns on each rank of this node, started through torch's elastic agent.
 
-    The agent also rendezvouses nodes and restarts. Raises `RankFailed` with the first rank that failed.
+    The agent also brings nodes together and restarts ranks, except after one of `final_exit_codes`. On one node nothing
+    listens beyond loopback; `loopback_only=False` lets NCCL reach other hosts, such as those of an inference server. The
+    ranks do not outlive this process. Raises `RankFailed` with the first rank that failed.
     """
+    from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    from torch.distributed.elastic.rendezvous import RendezvousHandler
+
+    from shardproof.dist.agent import Agent, OneNode, make_spec, several_nodes
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = _signals_to_handle()
+    min_nodes, max_nodes = node_range(nnodes)
+    handler: RendezvousHandler
+    with tempfile.TemporaryDirectory(prefix="shardproof-ranks-", ignore_cleanup_errors=True) as folder:
+        if max_nodes == 1:
+            handler, environment = OneNode(os.path.basename(folder)), {_STORE_FOLDER: folder}
+        else:
+            handler = several_nodes(min_nodes, max_nodes, *_meeting_point(rdzv_endpoint, rdzv_id))
+            environment = {}
+        # Arguments that are strings would go through a template of the agent's, in which "$$" means "$".
+        rank_args = (os.getpid(), environment, loopback_only and max_nodes == 1, function, args)
+        agent = Agent(
+            make_spec(handler, _run_rank, rank_args, num_ranks, max_restarts), final_exit_codes, _PATIENCE_S
+        )
+        try:
+            result = agent.run()
+        except SignalException:
+            # The rendezvous stays open: other nodes go on, or this one comes back.
+            if agent.killed:
+                raise RanksKilled from None
+            raise
+        except BaseException:
+            handler.shutdown()
+            raise
+        handler.shutdown()
+    if result is not None and result.is_failed():
+        rank, failure = ChildFailedError("rank", result.failures).get_first_failure()
+        raise RankFailed(rank, failure.exitcode, str(failure.message))
+    return {} if result is None else result.return_values
+
+
+def node_range(nnodes: str) -> tuple[int, int]:
+    """The smallest and the largest number of nodes that `--nnodes 2` or `--nnodes 1:4` allows."""
     low, _, high = nnodes.partition(":")
-    config = LaunchConfig(
-        min_nodes=int(low),
-        max_nodes=int(high or low),
-        nproc_per_node=num_ranks,
-        run_id=rdzv_id,
-        rdzv_backend="c10d",
-        rdzv_endpoint=rdzv_endpoint,
-        max_restarts=max_restarts,
-    )
-    try:
-        return elastic_launch(config, function)(*args)
-    except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        raise RankFailed(rank, failure.exitcode, str(failure.message)) from None
+    if not (low.isdecimal() and (high or low).isdecimal() and 1 <= int(low) <= int(high or low)):
+        raise fail(
+            "C001", "launch", f"--nnodes {nnodes!r} is neither a number of nodes nor a range such as 1:4."
+        )
+    return int(low), int(high or low)
+
+
+def _meeting_point(endpoint: str | None, secret: str | None) -> tuple[str, str]:
+    if endpoint is None:
+        raise fail(
+            "C001", "launch", "several nodes need --rdzv-endpoint HOST:PORT, a port that one of them opens."
+        )
+    if secret is None or len(secret) < _MIN_SECRET:
+        message = f"several nodes need --rdzv-id, a secret of at least {_MIN_SECRET} characters."
+        fix = "make one with `openssl rand -hex 16`, and pass it on every node, or as SHARDPROOF_RDZV_ID"
+        raise fail("C001", "launch", message, fix=fix)
+    return endpoint, secret
+
+
+def _signals_to_handle() -> str:
+    """What the agent hands on to the ranks; a hang-up that nohup has switched off stays off."""
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return "SIGTERM,SIGINT,SIGQUIT" if ignored else "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
+
+
+def _run_rank(
+    parent: int,
+    environment: dict[str, str],
+    loopback_only: bool,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> Any:
+    """A rank's life, in its own process."""
+    _leave_with(parent)
+    os.environ.update(environment)
+    if loopback_only:
+        _keep_to_loopback("NCCL_SOCKET_IFNAME")
+    return function(*args)
+
+
+def _leave_with(parent: int) -> None:
+    """Let the kernel kill this process when the one that started it is gone, however that one ended."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it was gone before
+        os._exit(1)

@@ -8,6 +8,7 @@ channel that still works while collectives hang.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import sys
 import threading
@@ -26,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 _INTERVAL_S = 0.5
 _ANSWER_S = 2.0  # how long a roll call waits for answers
+_STOP_S = 10.0  # how long the end of a process waits for a call to the store that does not return
 _MAX_LINES = 5
 _PACKAGE = str(Path(__file__).parents[1])
 _TORCH = str(Path(torch.__file__).parent)
@@ -42,8 +44,22 @@ def start() -> None:
     group = dist.group.WORLD
     if dist.get_world_size() == 1 or (_watch is not None and _watch.group is group and _watch.is_alive()):
         return
+    stop()
     _watch = _Watch(group)
     _watch.start()
+    atexit.register(stop)
+
+
+def stop() -> None:
+    """End this process's thread and wait for it.
+
+    A thread that is inside the store while the interpreter or the store goes would end the process with a signal.
+    """
+    global _watch
+    atexit.unregister(stop)
+    if _watch is not None and _watch is not threading.current_thread():
+        _watch.stop()
+    _watch = None
 
 
 def current() -> _Watch | None:
@@ -58,9 +74,9 @@ class _Watch(threading.Thread):
         super().__init__(name="shardproof whereabouts", daemon=True)
         self.group = group
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        store: Any = _get_default_store()
-        # A connection of its own where torch has it: the process's main thread may be waiting on the other one.
-        self._store = store.clone() if hasattr(store, "clone") else store
+        self._shared_store: Any = _get_default_store()
+        self._store: Any = None  # until the thread has a connection
+        self._stopping = threading.Event()
         self._num_calls = 0
         self._limit: float | None = None  # seconds that a collective may take now
         self._seen = ("", time.monotonic())  # where the main thread was last, and since when
@@ -70,8 +86,13 @@ class _Watch(threading.Thread):
         self._last_call_at = float("-inf")  # made or answered
 
     def run(self) -> None:
-        while True:
-            time.sleep(_INTERVAL_S)
+        try:
+            # A connection of its own: the main thread may be waiting on the other one. Made here, because it does not
+            # return for many minutes once the process that holds the store is gone.
+            self._store = self._shared_store.clone()
+        except Exception:
+            return
+        while not self._stopping.wait(_INTERVAL_S):
             if dist.group.WORLD is not self.group:
                 return
             try:
@@ -82,6 +103,11 @@ class _Watch(threading.Thread):
                     self._answer()
             except Exception:  # the store went with the run
                 return
+
+    def stop(self) -> None:
+        """Let the thread end after the call it is in, and wait for that."""
+        self._stopping.set()
+        self.join(_STOP_S)
 
     def set_limit(self, seconds: float | None) -> float | None:
         """Call the roll shortly before a collective has taken this long; returns the limit before."""
@@ -138,7 +164,7 @@ class _Watch(threading.Thread):
         """Wait a little until every rank has answered."""
         until = time.monotonic() + _ANSWER_S
         found: dict[int, str] = {}
-        while len(found) < self.world_size and time.monotonic() < until:
+        while len(found) < self.world_size and time.monotonic() < until and not self._stopping.is_set():
             for rank in range(self.world_size):
                 key = f"{self._key(call)}/{rank}"
                 if rank not in found and self._store.check([key]):

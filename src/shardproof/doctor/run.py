@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from shardproof import __version__
 from shardproof.dist.collectives import exchange, together
-from shardproof.dist.launch import init_distributed, resolve_device
+from shardproof.dist.launch import init_distributed, resolve_device, shut_down
 from shardproof.doctor.matrix import matrix_of
 from shardproof.doctor.probes import STAGES, Patient, Probe
 from shardproof.doctor.request import Layout, Request, config_file
@@ -67,8 +67,7 @@ def run_rank(request_json: str, progress: str | None = None) -> dict[str, Any]:
     try:
         return examine(request, Path(progress) if progress else None).to_json()
     finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        shut_down()
 
 
 def _facts(request: Request) -> dict[str, str]:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import threading
 from typing import Any
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+STOP_EXIT_CODES = tuple(128 + number for number in STOP_SIGNALS)
 
 
 class Stopped(Exception):
@@ -15,15 +20,23 @@ class Stopped(Exception):
 
 
 class StopFlag:
-    """Inside the block SIGTERM and SIGINT are noted; the loop then saves and stops at the end of its step."""
+    """Inside the block signals that end a process are noted; the loop then saves and stops at the end of its step.
+
+    A second Ctrl-C interrupts at once. Signals reach the main thread only; elsewhere the block notes none.
+    """
 
     def __init__(self) -> None:
         self.number = 0  # of the signal
         self._before: dict[int, Any] = {}
+        # Under an agent a terminal's Ctrl-C comes twice: from the terminal, and handed on by the agent.
+        self._interrupts_left = 2 if "TORCHELASTIC_RUN_ID" in os.environ else 1
 
     def __enter__(self) -> StopFlag:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            self._before[number] = signal.signal(number, self._raise_flag)
+        if threading.current_thread() is threading.main_thread():
+            for number in STOP_SIGNALS:
+                # nohup has switched hang-ups off; background jobs of scripts ignore SIGINT too, but by no wish of theirs.
+                if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+                    self._before[number] = signal.signal(number, self._raise_flag)
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -31,4 +44,8 @@ class StopFlag:
             signal.signal(number, handler)
 
     def _raise_flag(self, number: int, _: Any) -> None:
+        if number == signal.SIGINT:
+            self._interrupts_left -= 1
+            if self._interrupts_left < 0:
+                raise KeyboardInterrupt
         self.number = number
