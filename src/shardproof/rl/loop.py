@@ -16,6 +16,7 @@ from shardproof.config.schema import Recipe
 from shardproof.dist.collectives import exchange, together
 from shardproof.dist.launch import init_distributed
 from shardproof.errors import fail
+from shardproof.rl.agreement import agree_on
 from shardproof.rl.algorithms import ALGORITHMS, make_loss
 from shardproof.rl.experience import Experience, await_rewards, collect, sample_groups
 from shardproof.rl.folder import claim_folder, go_on, note, report, save, save_model, write_samples
@@ -41,6 +42,7 @@ def train(recipe: Recipe, loggers: Sequence[Logger] = ()) -> dict[str, float]:
     """
     folder = Path(recipe.output.folder)
     init_distributed()
+    agree_on(recipe)
     with together("output"):
         claim_folder(folder, recipe)
     with StopFlag() as stop:
