@@ -15,6 +15,7 @@ from shardproof.dist.collectives import together
 from shardproof.dist.launch import init_distributed
 from shardproof.dist.mesh import make_mesh
 from shardproof.export.stream import WeightStream
+from shardproof.rl.agreement import agree_on
 from shardproof.rl.checks import check_inputs, make_lora
 from shardproof.rl.data import Prompt, PromptStream
 from shardproof.rl.rewards import RewardRunner, RewardSpec
@@ -71,6 +72,7 @@ def set_up(recipe: Recipe) -> Run:
     init_distributed()
     with together("data"):
         inputs = check_inputs(recipe)
+    agree_on(recipe, inputs)
     imitate = recipe.algorithm.name == "sft"
     policy = _load_role(recipe, None, "policy", inputs.config)
     needs_reference = recipe.algorithm.kl_coef > 0 and recipe.model.lora is None
