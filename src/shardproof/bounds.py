@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from numbers import Real
 
 from shardproof.errors import fail
 
@@ -32,13 +33,16 @@ def require_number(
     below: float | None = None,
 ) -> float:
     """`value` if it is finite and within its bounds, else a ConfigError that names `key` and the bounds."""
+    if not isinstance(value, Real):
+        raise fail("C001", stage, f"{key}={value!r} is not a number.")
     bounds = [
         (f"above {above}", above is None or value > above),
         (f"at least {at_least}", at_least is None or value >= at_least),
         (f"at most {at_most}", at_most is None or value <= at_most),
         (f"below {below}", below is None or value < below),
     ]
-    if math.isfinite(value) and all(holds for _, holds in bounds):
+    # An integer may be too large for a float, and is finite all the same.
+    if (isinstance(value, int) or math.isfinite(value)) and all(holds for _, holds in bounds):
         return value
     given = (above, at_least, at_most, below)
     asked = [text for (text, _), bound in zip(bounds, given, strict=True) if bound is not None]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,18 +14,19 @@ from pydantic import BaseModel, ValidationError
 
 from shardproof.config.schema import Recipe
 from shardproof.errors import fail
+from shardproof.foreign import read_foreign
+
+_MAX_BYTES = 2**20
+_LISTED, _LABEL_CHARACTERS = 20, 100  # problems that a message lists; how much of a strange key it shows
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """The recipe of a TOML file with overrides such as `train.steps=10` applied; raises a ConfigError."""
     file = Path(path)
+    raw = read_foreign(file, "recipe", code="C001", max_bytes=_MAX_BYTES)
     try:
-        data = tomllib.loads(file.read_text())
-    except OSError as error:
-        raise fail(
-            "C001", "recipe", f"{file} cannot be read: {error.strerror}.", fix="pass a recipe file"
-        ) from error
-    except tomllib.TOMLDecodeError as error:
+        data = tomllib.loads(raw.decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:  # TOML's, UTF-8's and integers' errors are all ValueErrors
         raise fail("C001", "recipe", f"{file} is not valid TOML: {error}.", fix="repair the file") from error
     for section, key in _PATHS:
         _resolve(data.get(section), key, file.parent)
@@ -44,8 +46,10 @@ _PATHS = (
 
 
 def _resolve(section: Any, key: str, base: Path) -> None:
-    if isinstance(section, dict) and isinstance(section.get(key), str) and (base / section[key]).exists():
-        section[key] = str(base / section[key])
+    if isinstance(section, dict) and isinstance(section.get(key), str):
+        path = os.path.join(base, section[key])
+        if os.path.exists(path):  # unlike Path.exists, False also for what can be no path
+            section[key] = path
 
 
 def parse_recipe(data: dict[str, Any], label: str) -> Recipe:
@@ -53,7 +57,10 @@ def parse_recipe(data: dict[str, Any], label: str) -> Recipe:
     try:
         return Recipe.model_validate(data)
     except ValidationError as error:
-        problems = [_explain(item) for item in error.errors()]
+        found = error.errors(include_input=False, include_context=False, include_url=False)
+        problems = [_explain(item) for item in found[:_LISTED]]
+        if len(found) > _LISTED:
+            problems.append(f"and {len(found) - _LISTED} more")
         raise fail("C001", "recipe", f"{label}: " + "; ".join(problems), fix="repair these keys") from error
 
 
@@ -76,12 +83,14 @@ def _value(text: str) -> Any:
     """TOML's reading of a value; what TOML cannot read is a string."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         return text
 
 
 def _explain(problem: Any) -> str:
     where = ".".join(str(part) for part in problem["loc"])
+    if len(where) > _LABEL_CHARACTERS:
+        where = f"{where[:_LABEL_CHARACTERS]}..."
     if problem["type"] == "extra_forbidden":
         near = difflib.get_close_matches(where, list(all_keys(Recipe)), n=1, cutoff=0.4)
         return f"unknown key {where!r}" + (f", did you mean {near[0]!r}?" if near else "")

@@ -9,12 +9,12 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 # The bounds of every number stand here. NaN and the infinities are refused everywhere (Section.model_config). Upper bounds
 # catch typing errors before they become allocations that no machine has.
 MAX_STEPS, MAX_TOKENS = 10**9, 2**30
-Count = Annotated[int, Field(ge=1, le=2**20)]
+Count = Annotated[int, Field(gt=0, le=2**20)]
 CountOrNone = Annotated[int, Field(ge=0, le=2**20)]  # 0: none
-Steps = Annotated[int, Field(ge=1, le=MAX_STEPS)]
+Steps = Annotated[int, Field(gt=0, le=MAX_STEPS)]
 StepsOrNever = Annotated[int, Field(ge=0, le=MAX_STEPS)]  # 0: never
-Tokens = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
-Processes = Annotated[int, Field(ge=1, le=1024)]  # on one node
+Tokens = Annotated[int, Field(gt=0, le=MAX_TOKENS)]
+Processes = Annotated[int, Field(gt=0, le=1024)]  # on one node
 Seconds = Annotated[float, Field(gt=0.0, le=30 * 86400.0)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Share = Annotated[float, Field(gt=0.0, lt=1.0)]
@@ -47,7 +47,7 @@ class Section(BaseModel):
 class Lora(Section):
     """Low-rank adapters."""
 
-    r: Annotated[int, Field(ge=1, le=2**16)] = 16
+    r: Annotated[int, Field(gt=0, le=2**16)] = 16
     alpha: Count = 32
     target_modules: list[str] | str = "all-linear"
 

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from shardproof.errors import fail
 
 ADAPTER = "default"
+MAX_RANK = 2**16  # more is a typing error, and would ask for more memory than there is
 # Adapters that peft initialises from random numbers or constants; the others need the base weights' values.
 _PLAIN_INITS = (True, False, "gaussian")
 # What may differ from its default. A field that is not here selects a variant, also one that peft has yet to invent.
@@ -38,6 +39,10 @@ def check_lora(config: Any) -> None:
             plain = field.name in _PLAIN_FIELDS or value == getattr(default, field.name)
         if not plain:
             raise fail("L113", "lora", f"{field.name}={value!r} is not supported.")
+    ranks = {"r": config.r, **{f"rank_pattern[{key!r}]": rank for key, rank in config.rank_pattern.items()}}
+    for key, rank in ranks.items():
+        if not isinstance(rank, int) or not 1 <= rank <= MAX_RANK:
+            raise fail("L113", "lora", f"{key}={rank!r} is not a number from 1 to {MAX_RANK}.")
 
 
 def inject_lora(model: PreTrainedModel, config: Any) -> None:

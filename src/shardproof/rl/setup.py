@@ -11,7 +11,7 @@ from transformers import PretrainedConfig
 
 from shardproof.checkpoint.source import RandomInit
 from shardproof.config.schema import Recipe, Rewards, Role
-from shardproof.dist.collectives import together
+from shardproof.dist.collectives import exchange, together
 from shardproof.dist.launch import init_distributed
 from shardproof.dist.mesh import make_mesh
 from shardproof.export.stream import WeightStream
@@ -47,7 +47,8 @@ class Run:
     engine: Engine
     weights: WeightStream  # what the engine is sent
     prompts: list[Prompt]
-    eval_prompts: list[Prompt]
+    held_out: list[Prompt]
+    eval_prompts: list[Prompt]  # the first of those held out
     stream: PromptStream
     rewards: RewardRunner | None  # None: imitation without held-out completions to score
     sampling: Sampling
@@ -83,22 +84,42 @@ def set_up(recipe: Recipe) -> Run:
         critic = _trained(recipe, _load_role(recipe, section, "critic", inputs.config), section.lr)
     # Imitation samples for its evaluation alone, and a replica would have to be kept up to date for that.
     engine = ShardedEngine(policy) if imitate else make_engine(recipe, policy)
-    stops = {inputs.tokenizer.eos_token_id} - {None}
+    trained = _trained(recipe, policy, None)
     rollout = recipe.rollout
+    # One of the hosts may have a file that another lacks.
+    stop_ids = tuple(sorted({token for row in exchange(list(inputs.stop_ids)) for token in row}))
     return Run(
         recipe=recipe,
         tokenizer=inputs.tokenizer,
-        policy=_trained(recipe, policy, None),
+        policy=trained,
         reference=reference,
         critic=critic,
         engine=engine,
         weights=WeightStream(policy, policy.settings.compute_dtype),
         prompts=inputs.prompts,
+        held_out=inputs.held_out,
         eval_prompts=inputs.held_out[: recipe.output.eval_prompts],
         stream=PromptStream(len(inputs.prompts), recipe.train.seed),
-        rewards=_make_rewards(recipe.reward),
-        sampling=Sampling(rollout.max_new_tokens, rollout.temperature, rollout.top_p, tuple(sorted(stops))),
+        rewards=_start_rewards(recipe.reward, engine),
+        sampling=Sampling(rollout.max_new_tokens, rollout.temperature, rollout.top_p, stop_ids),
     )
+
+
+def _start_rewards(settings: Rewards | None, engine: Engine) -> RewardRunner | None:
+    """The rewards' workers on every rank, or on none: what one rank cannot start, all of them raise, and end the rest.
+
+    Collective: every rank.
+    """
+    rewards = None
+    try:
+        with together("reward"):
+            rewards = _make_rewards(settings)
+    except BaseException:
+        if rewards is not None:
+            rewards.close()
+        engine.close()
+        raise
+    return rewards
 
 
 def _make_rewards(settings: Rewards | None) -> RewardRunner | None:
@@ -121,7 +142,8 @@ def make_engine(recipe: Recipe, policy: ShardedModel) -> Engine:
         given = recipe.rollout.vllm.model_dump()
         given["args"] += ["--trust-remote-code"] if recipe.model.trust_remote_code else []
         return VllmEngine(policy, VllmSettings(**given), recipe.canary_tolerance)
-    return EmbeddedEngine(policy) if recipe.rollout.engine == "embedded" else ShardedEngine(policy)
+    with together("rollout"):  # a replica may fit the memory of some ranks and not of others
+        return EmbeddedEngine(policy) if recipe.rollout.engine == "embedded" else ShardedEngine(policy)
 
 
 def _load_role(recipe: Recipe, section: Role | None, role: str, config: PretrainedConfig) -> ShardedModel:
@@ -148,7 +170,9 @@ def _load_role(recipe: Recipe, section: Role | None, role: str, config: Pretrain
 
 def _trained(recipe: Recipe, model: ShardedModel, lr: float | None) -> Trained:
     settings = recipe.optimizer
-    optimizer = make_optimizer(model, lr or settings.lr, settings.weight_decay, settings.betas)
+    optimizer = make_optimizer(
+        model, settings.lr if lr is None else lr, settings.weight_decay, settings.betas
+    )
     total = recipe.train.steps * recipe.algorithm.updates_per_batch
     return Trained(
         model,

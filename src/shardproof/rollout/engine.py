@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from shardproof.bounds import require_number
 from shardproof.export.manifest import ExportReceipt
 from shardproof.export.stream import WeightStream
 
@@ -18,6 +19,11 @@ class Sampling:
     temperature: float = 1.0
     top_p: float = 1.0
     stop_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        require_number("rollout", "max_new_tokens", self.max_new_tokens, at_least=1)
+        require_number("rollout", "temperature", self.temperature, at_least=0)
+        require_number("rollout", "top_p", self.top_p, above=0, at_most=1)
 
 
 @dataclass(frozen=True)

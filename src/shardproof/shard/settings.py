@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardproof.bounds import require_number
 from shardproof.dist.launch import resolve_device
 from shardproof.dist.mesh import check_mesh, make_mesh
 from shardproof.errors import choose, fail
@@ -61,6 +62,9 @@ class LoadOptions:
         if not isinstance(self.checkpoint_activations, int) and self.checkpoint_activations != AUTO:
             message = f"checkpoint_activations={self.checkpoint_activations!r} is not True, False, a number or {AUTO!r}."
             raise fail("C001", "settings", message)
+        if self.checkpoint_activations != AUTO:
+            require_number("settings", "checkpoint_activations", int(self.checkpoint_activations), at_least=0)
+        require_number("settings", "sequence_parallel", self.sequence_parallel, at_most=2**20)
         for name in ("param_dtype", "compute_dtype", "reduce_dtype"):
             dtype = getattr(self, name)
             if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
+from shardproof.bounds import require_number
 from shardproof.errors import choose, fail
 from shardproof.shard.sharded_model import ShardedModel
 
@@ -27,6 +28,10 @@ def make_optimizer(
 
     FSDP1 shows every parameter as a vector, so what decays is decided by the shape of the whole tensor.
     """
+    for key, number in (("lr", lr), ("weight_decay", weight_decay), ("eps", eps)):
+        require_number("optimizer", key, number, at_least=0)
+    for index, beta in enumerate(betas):
+        require_number("optimizer", f"betas[{index}]", beta, at_least=0, below=1)
     shapes = {info.name: info.shape for info in policy.inventory.parameters}
     decay: list[torch.nn.Parameter] = []
     rest: list[torch.nn.Parameter] = []
@@ -52,6 +57,10 @@ def make_schedule(
 ) -> LambdaLR:
     """Linear warm-up, then a constant rate, or a cosine that reaches `final_ratio` of it at `total_steps`."""
     choose("schedule", "kind", kind, SCHEDULES)
+    require_number("schedule", "warmup_steps", warmup_steps, at_least=0)
+    require_number("schedule", "final_ratio", final_ratio, at_least=0, at_most=1)
+    if total_steps is not None:
+        require_number("schedule", "total_steps", total_steps, at_least=0)
     if kind == "cosine" and not total_steps:
         raise fail("C001", "schedule", "kind='cosine' needs total_steps.")
 
