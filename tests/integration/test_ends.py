@@ -69,7 +69,9 @@ def wait_until(condition, process: subprocess.Popen[str]) -> None:
 def hanging(tmp_path):
     """A run of two ranks, both of which wait for rewards that never come."""
     marks = [tmp_path / f"begun-{n}" for n in range(6)]
-    rows = [{"prompt": f"{n}+{n}=", "answer": str(2 * n), "signal": str(mark)} for n, mark in enumerate(marks)]
+    rows = [
+        {"prompt": f"{n}+{n}=", "answer": str(2 * n), "signal": str(mark)} for n, mark in enumerate(marks)
+    ]
     process = start(
         f"output.folder={tmp_path / 'run'}",
         f"data.train={write_rows(tmp_path / 'rows.jsonl', rows)}",
@@ -99,7 +101,9 @@ def test_a_run_listens_on_loopback_alone_and_nothing_outlives_its_parent(hanging
 
 def test_a_second_interrupt_ends_a_run_that_hangs(hanging):
     os.killpg(hanging.pid, signal.SIGINT)
-    time.sleep(2.0)  # a terminal's one Ctrl-C may reach a process twice, hence the second one must be told apart
+    time.sleep(
+        2.0
+    )  # a terminal's one Ctrl-C may reach a process twice, hence the second one must be told apart
     assert hanging.poll() is None, "the first one waits for the end of the step"
     os.killpg(hanging.pid, signal.SIGINT)
     code, output = finish(hanging)
@@ -109,7 +113,16 @@ def test_a_second_interrupt_ends_a_run_that_hangs(hanging):
 
 def test_a_doctor_listens_on_loopback_alone(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(tiny_config("llama").to_dict()))
-    options = ("--config", str(tmp_path / "config.json"), "--ranks", "2", "--dtypes", "fp32", "--seq-len", "16")
+    options = (
+        "--config",
+        str(tmp_path / "config.json"),
+        "--ranks",
+        "2",
+        "--dtypes",
+        "fp32",
+        "--seq-len",
+        "16",
+    )
     process = subprocess.Popen(
         [sys.executable, "-m", "shardproof", "doctor", *options],
         stdout=subprocess.PIPE,
