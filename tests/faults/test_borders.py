@@ -1,0 +1,111 @@
+"""Packed attention that lets sequences see each other is not used, however little they say to each other."""
+
+import pytest
+import torch
+
+import shardproof as sp
+from shardproof.model import attention
+from shardproof.train import score
+from tests.models import EXTRA_FAMILIES, FAMILIES, tiny_config
+from tests.ranks import run_ranks, run_ranks_outcomes
+
+PACKED_FAMILIES = [family for family in FAMILIES + EXTRA_FAMILIES if family != "phi3"]
+SEQUENCES = [[(7 * i + 3 * j * j) % 101 for j in range(n)] for i, n in enumerate((9, 14, 14, 5))]
+
+
+def load(family, dtype, initializer_range, **options):
+    config = tiny_config(family, initializer_range=initializer_range)
+    return sp.load(sp.RandomInit(config), compute_dtype=dtype, progress=False, **options)
+
+
+def without_borders(attend, query, key, value, packing, *args):
+    """What `_by_sequence` would be if it took all tokens for one sequence."""
+    return attend(query, key, value, *args)
+
+
+def without_one_border(attend, query, key, value, packing, *args):
+    """Only the last two sequences see each other."""
+    start = packing.borders[-3]
+    parts = [(a, b) for a, b in packing.spans() if b <= start] + [(start, packing.borders[-1])]
+    return torch.cat([attend(query[:, :, a:b], key[:, :, a:b], value[:, :, a:b], *args) for a, b in parts], 2)
+
+
+def in_one_layer(attend, query, key, value, packing, *args):
+    """Every second call, hence every second layer, ignores borders."""
+    in_one_layer.calls += 1
+    if in_one_layer.calls % 2:
+        return IN_ORDER(attend, query, key, value, packing, *args)
+    return without_borders(attend, query, key, value, packing, *args)
+
+
+in_one_layer.calls = 0
+IN_ORDER = attention._by_sequence
+FAULTS = {"no borders": without_borders, "one border less": without_one_border, "one layer": in_one_layer}
+
+
+def score_with(fault, families, dtype, initializer_range, role="policy"):
+    """{family: (is it packed, how far its scores are from those of the model's own forward)}."""
+    found = {}
+    with pytest.MonkeyPatch.context() as patch:
+        if fault is not None:
+            patch.setattr(attention, "_by_sequence", FAULTS[fault])
+        for family in families:
+            policy = load(family, dtype, initializer_range, role=role)
+            score_of = sp.values if role == "critic" else sp.logprobs
+            rows = torch.cat(score_of(policy, SEQUENCES))
+            is_packed = policy.scoring.packed
+            policy.scoring = score.Scoring("eager", False, "")
+            found[family] = (is_packed, float((torch.cat(score_of(policy, SEQUENCES)) - rows).abs().mean()))
+    return found
+
+
+@pytest.mark.parametrize("initializer_range", [0.1, 0.02])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_attention_across_borders_is_not_used(fault, dtype, initializer_range):
+    families = ["llama", "qwen3_moe", "gemma2", "gpt2", "granitemoe"]
+    (found,) = run_ranks(1, score_with, fault, families, dtype, initializer_range)
+    assert {family: is_packed for family, (is_packed, _) in found.items()} == dict.fromkeys(families, False)
+    assert max(error for _, error in found.values()) < (0.01 if dtype == torch.bfloat16 else 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "initializer_range"),
+    [
+        (torch.bfloat16, 0.5),
+        (torch.bfloat16, 0.1),
+        (torch.bfloat16, 0.02),
+        (torch.bfloat16, 0.001),
+        (torch.float32, 0.5),
+        (torch.float32, 0.001),
+        (torch.float16, 0.02),
+    ],
+    ids=str,
+)
+def test_attention_that_is_right_is_used(dtype, initializer_range):
+    (found,) = run_ranks(1, score_with, None, PACKED_FAMILIES, dtype, initializer_range)
+    assert [family for family, (is_packed, _) in found.items() if not is_packed] == []
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("fault", [None, *FAULTS])
+def test_critics(fault, dtype):
+    families = ["llama", "qwen3_moe"]
+    (found,) = run_ranks(1, score_with, fault, families, dtype, 0.1, "critic")
+    assert [is_packed for is_packed, _ in found.values()] == [fault is None] * 2
+
+
+def score_in_a_group(fault):
+    with pytest.MonkeyPatch.context() as patch:
+        if fault is not None:
+            patch.setattr(attention, "_by_sequence", FAULTS[fault])
+        policy = load("qwen3", torch.bfloat16, 0.02, sequence_parallel=2)
+        sp.logprobs(policy, SEQUENCES)
+        return policy.scoring.packed
+
+
+def test_sequence_parallelism_without_borders_is_refused():
+    assert run_ranks(2, score_in_a_group, None) == [True, True]
+    for kind, error, message in run_ranks_outcomes(2, score_in_a_group, "no borders"):
+        assert (kind, error) == ("error", "TrainFault")
+        assert message.startswith("T303") and "average" in message
