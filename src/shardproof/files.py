@@ -140,14 +140,17 @@ class FolderLock:
             message = f"{self._path.parent} is in use by {holder or 'another process'}."
             raise fail("C006", stage, message, fix="wait for it, stop it, or use another folder") from None
         since = time.strftime("%Y-%m-%d %H:%M:%S")
-        os.ftruncate(descriptor, 0)
-        os.pwrite(
-            descriptor, f"process {os.getpid()} on host {socket.gethostname()} since {since}\n".encode(), 0
-        )
+        holder = f"process {os.getpid()} on host {socket.gethostname()} since {since}\n"
+        with contextlib.suppress(OSError):  # a full disk: the claim stands without its name
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, holder.encode(), 0)
         self._descriptor = descriptor
 
     def release(self) -> None:
         if self._descriptor is not None:
-            os.ftruncate(self._descriptor, 0)
-            os.close(self._descriptor)
-            self._descriptor = None
+            descriptor, self._descriptor = self._descriptor, None
+            with contextlib.suppress(OSError):
+                os.ftruncate(descriptor, 0)
+            # Closing alone would leave the lock to a child that was forked meanwhile.
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+            os.close(descriptor)

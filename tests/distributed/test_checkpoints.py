@@ -305,7 +305,7 @@ def test_the_newest_are_kept(sources, tmp_path, keep):
     names = [f"step-{index:08d}" for index in range(1, 6)]
     for listed, _ in run_ranks(2, save_several, sources["dense"][0], tmp_path, keep):
         assert listed == [names[: i + 1][-(keep or 9) :] for i in range(5)]
-    assert sorted(path.name for path in tmp_path.iterdir()) == names[-(keep or 9) :]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", *names[-(keep or 9) :]]
 
 
 def resume_each(source, root, names):
@@ -366,14 +366,13 @@ def test_weights_without_an_optimizer(sources, tmp_path):
 
 def test_what_a_checkpoint_holds_beside_tensors_is_json(sources, tmp_path):
     run_ranks(2, first_half, {"dense": sources["dense"]}, 1, {}, tmp_path, 2, False)
-    (folder,) = (tmp_path / "dense").iterdir()
+    (folder,) = folders.list_checkpoints(tmp_path / "dense")
     assert sorted(path.name for path in folder.iterdir()) == [
-        ".metadata",
         "__0_0.distcp",
         "__1_0.distcp",
+        "checksums.txt",
+        "index.json",
         "state.json",
-        "sums-0.json",
-        "sums-1.json",
     ]
     state = json.loads((folder / "state.json").read_text())
     assert (state["version"], state["world_size"], len(state["rng"])) == (2, 2, 2)
@@ -390,7 +389,7 @@ def save_beside_a_step(source, fields, root, slow):
     run.step()
     expected = run.held()["weights"], collect(run.policy)[2].digest
     asked, copied, written = threading.Event(), threading.Event(), threading.Event()
-    real_staged, real_write = checkpoint_state._staged, checkpoint_state._write
+    real_staged, real_write = checkpoint_state.copy_to_host, checkpoint_state._Save.write
     real_wait = checkpoint_state.PendingSave.wait_until_staged
 
     def wait_until_staged(*args):
@@ -407,11 +406,11 @@ def save_beside_a_step(source, fields, root, slow):
     def write(*args):
         if slow == "write":
             written.wait(20)
-        real_write(*args)
+        return real_write(*args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint_state, "_staged", staged)
-        patch.setattr(checkpoint_state, "_write", write)
+        patch.setattr(checkpoint_state, "copy_to_host", staged)
+        patch.setattr(checkpoint_state._Save, "write", write)
         patch.setattr(checkpoint_state.PendingSave, "wait_until_staged", wait_until_staged)
         pending = run.save(root, background=True)
         called_after_copy = copied.is_set()
@@ -480,14 +479,14 @@ def resume_during_a_save(source, root):
     run.save(root)
     run.step()
     second = collect(run.policy)[2].digest
-    real = checkpoint_state._staged
+    real = checkpoint_state.copy_to_host
 
     def staged(*args):
         time.sleep(0.5)
         return real(*args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint_state, "_staged", staged)
+        patch.setattr(checkpoint_state, "copy_to_host", staged)
         pending = run.save(root, background=True)
         run.resume(root, which="step-00000001")
         pending.wait()

@@ -19,6 +19,7 @@ from transformers import (
 
 import shardproof as sp
 from shardproof.export import pretrained
+from shardproof.files import FolderLock
 from tests.distributed.test_families import ALL_FAMILIES, TOKENS
 from tests.distributed.test_load import full_state
 from tests.distributed.test_stream import collect, differences, load, lora_config, read_folder, train
@@ -135,7 +136,7 @@ def test_several_files_by_several_ranks_with_an_index(checkpoint, tmp_path):
     assert index["weight_map"].keys() == stored.keys()
     for file in files:
         with safe_open(tmp_path / file, "pt") as opened_file:
-            assert opened_file.metadata() == {"format": "pt"}
+            assert opened_file.metadata() == {"format": "pt", "writer": "shardproof"}
             names = set(opened_file.keys())
         assert names == {name for name, where in index["weight_map"].items() if where == file}
         size = sum(stored[name].nbytes for name in names)
@@ -189,19 +190,136 @@ def test_companions_are_copied_byte_for_byte(tmp_path):
     assert GenerationConfig.from_pretrained(tmp_path / "saved").max_length == 77
 
 
-def save_over_the_source(source):
-    policy = load(source)
-    train(policy, sp.make_optimizer(policy, lr=1e-2))
-    receipt = sp.save_pretrained(policy, source, max_file_bytes=10**9)
-    return receipt.manifest
+def snapshot(folder):
+    """{file: bytes} of everything below a folder."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_saving_over_the_source(tmp_path):
-    source = make_checkpoint(tmp_path, "llama", max_shard_size="1GB")
-    (source / "tokenizer.json").write_bytes(b"{}")
-    for manifest in run_ranks(2, save_over_the_source, source):
-        assert manifest.compare(read_folder(source).items()) == []
-    assert (source / "tokenizer.json").read_bytes() == b"{}"
+@pytest.mark.parametrize("how", ["itself", "a link to it"])
+def test_the_source_is_not_saved_over(tmp_path, how):
+    """Its files are mapped into the memory of the process that saves."""
+    source = make_checkpoint(tmp_path / "source", "llama")
+    target = source
+    if how != "itself":
+        target = tmp_path / "link"
+        target.symlink_to(source)
+    before = snapshot(source)
+    outcomes = run_ranks_outcomes(2, save_with, source, target, {}, {})
+    assert_all_raise(outcomes, "E408", str(source), "was loaded from", kind="ExportFault")
+    assert snapshot(source) == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted({"source", target.name})
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("model.safetensors", "holds model.safetensors, which no save"),
+        ("model-00001-of-00002.safetensors", "which no save"),
+        ("pytorch_model.bin", "holds pytorch_model.bin, which no save"),
+        ("adapter_model.safetensors", "which no save"),
+        ("config.json", "holds config.json, which no save"),
+        ("original/params.json", "holds the folder original"),
+    ],
+)
+def test_what_no_save_wrote_is_not_replaced(checkpoint, tmp_path, name, words):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_bytes(b"something")
+    outcomes = run_ranks_outcomes(2, save_with, checkpoint("llama"), tmp_path, {}, {})
+    assert_all_raise(outcomes, "E408", str(tmp_path), words, kind="ExportFault")
+    assert snapshot(tmp_path) == {name: b"something"}
+
+
+def test_other_files_beside_a_model_stay(checkpoint, tmp_path):
+    (tmp_path / "README.md").write_bytes(b"notes")
+    (tmp_path / "latest").symlink_to("README.md")
+    for limit in (40_000, 10**9):
+        run_ranks(2, save_with, checkpoint("llama"), tmp_path, {}, {"max_file_bytes": limit})
+    assert files_of(tmp_path) == [
+        "README.md",
+        "config.json",
+        "generation_config.json",
+        "latest",
+        "model.safetensors",
+    ]
+    assert (tmp_path / "latest").is_symlink() and (tmp_path / "latest").read_bytes() == b"notes"
+
+
+def save_from_within(source, target, limits):
+    os.chdir(target)
+    for limit in limits:
+        sp.save_pretrained(load(source), ".", max_file_bytes=limit)
+    return sorted(os.listdir(".")), os.getcwd()
+
+
+def test_saving_into_the_working_directory(checkpoint, tmp_path):
+    """The folder is not exchanged under the process's feet."""
+    tmp_path = tmp_path.resolve()
+    expected = ["config.json", "generation_config.json", "model.safetensors"]
+    assert run_ranks(1, save_from_within, checkpoint("llama"), tmp_path, (40_000, 10**9)) == [
+        (expected, str(tmp_path))
+    ]
+    assert differences(read_folder(tmp_path), read_folder(checkpoint("llama"))) == []
+
+
+def test_a_companion_that_leads_out_of_the_source(tmp_path):
+    source = make_checkpoint(tmp_path / "source", "llama")
+    (tmp_path / "secret").write_text("{}")
+    (source / "tokenizer.json").symlink_to(tmp_path / "secret")
+    outcomes = run_ranks_outcomes(2, save_with, source, tmp_path / "saved", {}, {})
+    assert_all_raise(outcomes, "L110", "tokenizer.json leads out of", kind="LoadFault")
+    assert not (tmp_path / "saved").exists()
+
+
+def save_adapter_into(source, target, times):
+    policy = load(source, lora=lora_config())
+    optimizer = sp.make_optimizer(policy, lr=1e-2)
+    for _ in range(times):
+        assert train(policy, optimizer).stepped
+        sp.save_pretrained(policy, target, merge_lora=False)
+    with torch.no_grad():
+        return policy.module(input_ids=TOKENS).logits
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_an_adapter_beside_its_base_leaves_the_base(tmp_path, times):
+    """It used to delete the base's weights, as files that it had not written."""
+    source = make_checkpoint(tmp_path / "base", "llama")
+    (source / "original").mkdir()
+    (source / "original" / "weights.pth").write_bytes(b"x")
+    before = snapshot(source)
+    replies = run_ranks(2, save_adapter_into, source, source, times)
+    after = snapshot(source)
+    assert set(after) - set(before) == {"adapter_config.json", "adapter_model.safetensors"}
+    assert {name: after[name] for name in before} == before
+    (source / "adapter_config.json").rename(tmp_path / "adapter_config.json")
+    base = plain(source)
+    (tmp_path / "adapter_config.json").rename(source / "adapter_config.json")
+    adapted = logits_of(peft.PeftModel.from_pretrained(base, source))
+    for logits in replies:
+        torch.testing.assert_close(logits, adapted, rtol=0, atol=1e-5)
+
+
+def test_an_adapter_that_another_wrote_is_not_replaced(checkpoint, tmp_path):
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"\x02\0\0\0\0\0\0\0{}")
+    outcomes = run_ranks_outcomes(2, save_adapter_into, checkpoint("llama"), tmp_path, 1)
+    assert_all_raise(outcomes, "E408", "holds adapter_model.safetensors, which no save", kind="ExportFault")
+
+
+def test_what_dead_saves_left_is_removed(checkpoint, tmp_path):
+    target = tmp_path / "model"
+    dead, alive = tmp_path / ".partial-model-dead", tmp_path / ".partial-model-alive"
+    for folder in (dead, alive, tmp_path / ".partial-other-dead"):
+        folder.mkdir()
+        (folder / "model.safetensors").write_bytes(b"x")
+    lock = FolderLock(alive)
+    lock.acquire("test")
+    run_ranks(2, save_with, checkpoint("llama"), target, {}, {})
+    lock.release()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        ".partial-model-alive",
+        ".partial-other-dead",
+        "model",
+    ]
 
 
 @pytest.mark.parametrize("how", [{}, {"dtype": torch.float32}], ids=["checkpoint", "float32"])
@@ -378,6 +496,12 @@ class FullFile:
     def seek(self, position):
         return self.file.seek(position)
 
+    def flush(self):
+        self.file.flush()
+
+    def fileno(self):
+        return self.file.fileno()
+
     def close(self):
         self.file.close()
         if self.where == "close":
@@ -388,10 +512,8 @@ class FullFile:
 def test_a_full_disk_is_every_ranks_error_and_leaves_no_file_half_written(checkpoint, tmp_path, where):
     outcomes = run_ranks_outcomes(2, save_on_a_full_disk, checkpoint("llama"), tmp_path, where, timeout=30)
     assert_all_raise(outcomes, "E408", "rank 1", "No space left", kind="ExportFault")
-    stored = read_folder(checkpoint("llama"))
-    assert not [name for name in files_of(tmp_path) if name.startswith(".") or name in (INDEX, "config.json")]
-    for name, tensor in read_folder(tmp_path).items():
-        assert torch.equal(tensor, stored[name])
+    assert files_of(tmp_path) == []
+    assert not list(tmp_path.parent.glob(f".*{tmp_path.name}*"))
 
 
 def save_into(source, target):

@@ -1,8 +1,10 @@
-"""DCP over flat ranges: any split reads what any other wrote, and its metadata cannot do anything but describe."""
+"""DCP over flat ranges: any split reads what any other wrote, and an index in JSON says where it lies."""
 
-import io
+import inspect
+import json
 import pickle
 import random
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,17 +12,17 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 
 from shardproof.errors import ExportFault
 from shardproof.export import dcp_private
 from shardproof.export.dcp_private import (
+    INDEX_NAME,
     FlatLoadPlanner,
     FlatRange,
+    FlatReader,
     FlatSavePlanner,
-    SafeReader,
-    make_writer,
-    read_metadata,
+    FlatWriter,
+    metadata_from,
 )
 from tests.ranks import run_ranks
 
@@ -52,7 +54,7 @@ def save(folder, parts):
     for name, ranges in parts.items():
         start, stop = ranges[rank]
         state[name] = FlatRange(whole(name)[start:stop].clone(), start, SIZES[name])
-    dcp.save(state, storage_writer=make_writer(folder), planner=FlatSavePlanner())
+    dcp.save(state, storage_writer=FlatWriter(folder), planner=FlatSavePlanner())
 
 
 def load(folder, parts):
@@ -62,7 +64,7 @@ def load(folder, parts):
     for name, ranges in parts.items():
         start, stop = ranges[rank]
         state[name] = FlatRange(torch.full((stop - start,), -7, dtype=DTYPES[name]), start, SIZES[name])
-    dcp.load(state, storage_reader=SafeReader(folder), planner=FlatLoadPlanner())
+    dcp.load(state, storage_reader=FlatReader(folder, read(folder)), planner=FlatLoadPlanner())
     return {name: (item.start, item.start + item.local.numel(), item.local) for name, item in state.items()}
 
 
@@ -82,7 +84,7 @@ def test_a_replica_writes_nothing_and_reads_everything(tmp_path):
     both = {name: [(0, size), (0, size)] for name, size in SIZES.items()}
     for reply in run_ranks(2, load, tmp_path, both):
         assert all(torch.equal(found, whole(name)) for name, (_, _, found) in reply.items())
-    written = read_metadata(tmp_path).storage_data
+    written = read(tmp_path).storage_data
     assert {info.relative_path for info in written.values()} == {"__0_0.distcp"}
 
 
@@ -90,7 +92,7 @@ def save_replicas(folder):
     state = {name: FlatRange(whole(name), 0, SIZES[name]) for name in SIZES}
     if dist.get_rank() == 1:
         state = {name: item.empty() for name, item in state.items()}
-    dcp.save(state, storage_writer=make_writer(folder), planner=FlatSavePlanner())
+    dcp.save(state, storage_writer=FlatWriter(folder), planner=FlatSavePlanner())
 
 
 def test_a_saved_tensor_is_a_copy_free_view(tmp_path):
@@ -140,133 +142,97 @@ def test_dcp_asks_objects_for_their_chunks():
     assert item.empty().numel == 20
 
 
-def test_every_allowed_name_is_there():
-    """A name that moved would make every checkpoint unreadable, or stand for something else one day."""
-    missing = []
-    for module, name in sorted(dcp_private._ALLOWED):
-        if module == "pathlib._local":  # Python 3.13's home of PosixPath
-            continue
-        try:
-            owner = __import__(module, fromlist=[name])
-        except ImportError:
-            missing.append((module, name))
-            continue
-        # Not every version of torch pickles all of these; none of them may be a function that acts.
-        found = getattr(owner, name, None)
-        if found is not None and not isinstance(found, type):
-            assert name == "_get_layout", (module, name)
-    assert missing == [], DCP_FILE
+# The index.
 
 
-# The unpickler.
+def save_as_torch_does(folder, parts):
+    state = {
+        name: FlatRange(whole(name)[start:stop].clone(), start, SIZES[name])
+        for name, ranges in parts.items()
+        for start, stop in [ranges[dist.get_rank()]]
+    }
+    writer = filesystem.FileSystemWriter(folder, single_file_per_rank=True)
+    dcp.save(state, storage_writer=writer, planner=FlatSavePlanner())
 
 
-@pytest.fixture(scope="module")
-def real_metadata(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("metadata")
-    run_ranks(2, save, folder, splits(2, 1))
-    return (folder / ".metadata").read_bytes()
-
-
-def read(folder, raw):
-    (folder / ".metadata").write_bytes(raw)
-    return read_metadata(folder)
-
-
-def test_real_metadata_reads_as_pickle_reads_it(tmp_path, real_metadata):
-    found, expected = read(tmp_path, real_metadata), pickle.loads(real_metadata)
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_the_index_says_what_the_pickle_of_torch_says(tmp_path, seed):
+    run_ranks(2, save, tmp_path / "ours", splits(2, seed))
+    run_ranks(2, save_as_torch_does, tmp_path / "torch", splits(2, seed))
+    found = read(tmp_path / "ours")
+    expected = pickle.loads((tmp_path / "torch" / ".metadata").read_bytes())
     assert found.state_dict_metadata.keys() == SIZES.keys()
-    assert found.state_dict_metadata == expected.state_dict_metadata
+    for name, described in expected.state_dict_metadata.items():
+        described.chunks.sort(key=lambda chunk: chunk.offsets)
+        assert found.state_dict_metadata[name] == described
     assert found.storage_data == expected.storage_data
+    assert not (tmp_path / "ours" / ".metadata").exists()
 
 
-@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
-def test_every_protocol_that_torch_may_use_reads(tmp_path, real_metadata, protocol):
-    raw = pickle.dumps(pickle.loads(real_metadata), protocol=protocol)
-    assert read(tmp_path, raw).state_dict_metadata.keys() == SIZES.keys()
+def read(folder):
+    sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
+    return metadata_from(json.loads((folder / INDEX_NAME).read_text()), "step-1", sizes)
 
 
-FORBIDDEN = [
-    ("os", "system"),
-    ("posix", "system"),
-    ("builtins", "eval"),
-    ("builtins", "getattr"),
-    ("builtins", "__import__"),
-    ("subprocess", "Popen"),
-    ("torch", "load"),
-    ("torch", "ops"),
-    ("torch", "hub.load"),
-    ("torch.serialization", "load"),
-    ("torch.storage", "_load_from_bytes"),
-    ("torch.utils.data", "DataLoader"),
-    ("torch._utils", "_rebuild_tensor_v2"),
-    ("functools", "partial"),
-    ("operator", "attrgetter"),
-    ("pathlib", "Path.unlink"),
-    ("pathlib", "os.system"),
-    ("collections", "OrderedDict.__init__"),
-    ("torch.distributed.checkpoint.metadata", "os.system"),
-    ("torch.distributed.checkpoint.filesystem", "os.system"),
-    ("torch.distributed.checkpoint.filesystem", "FileSystem"),
-]
+def entry(dtype="float32", numel=4, chunks=((0, 4, "__0_0.distcp", 0, 100),)):
+    return {"dtype": dtype, "numel": numel, "chunks": [list(chunk) for chunk in chunks]}
 
 
-@pytest.mark.parametrize(("module", "name"), FORBIDDEN, ids=".".join)
-@pytest.mark.parametrize("opcode", ["GLOBAL", "STACK_GLOBAL"])
-def test_a_forbidden_name_is_refused_before_it_is_looked_up(tmp_path, module, name, opcode):
-    if opcode == "GLOBAL":
-        raw = b"\x80\x02c" + f"{module}\n{name}\n".encode() + b")R."
-    else:
-        raw = b"\x80\x04" + text(module) + text(name) + b"\x93)R."
-    with pytest.raises(ExportFault, match=f"E409 resume: its metadata asks for {module}.{name}"):
-        read(tmp_path, raw)
+def test_an_entry_that_is_right():
+    metadata = metadata_from({"a": entry()}, "step-1", {"__0_0.distcp": 100})
+    assert metadata.state_dict_metadata["a"].size == torch.Size([4])
 
 
-def text(value):
-    raw = value.encode()
-    return b"\x8c" + bytes([len(raw)]) + raw
+FILE = "__0_0.distcp"
+WRONG = {
+    "no entry": 3,
+    "no chunks": {"dtype": "float32", "numel": 0},
+    "chunks of another type": {"dtype": "float32", "numel": 0, "chunks": 4},
+    "an unknown dtype": entry(dtype="nn"),
+    "a dtype that is a function": entry(dtype="load"),
+    "a dtype that is a list": {**entry(), "dtype": ["float32"]},
+    "a size that is text": entry(numel="4"),
+    "a size that is true": entry(numel=True),
+    "a size below zero": entry(numel=-1),
+    "a huge size": entry(numel=2**70),
+    "a gap": entry(numel=8, chunks=[(0, 2, FILE, 0, 9), (3, 5, FILE, 9, 9)]),
+    "an overlap": entry(numel=8, chunks=[(0, 4, FILE, 0, 9), (3, 5, FILE, 9, 9)]),
+    "too few elements": entry(numel=5),
+    "too many elements": entry(numel=3),
+    "a chunk that begins late": entry(chunks=[(1, 3, FILE, 0, 9)]),
+    "a chunk of four": entry(chunks=[(0, 4, FILE, 0)]),
+    "an offset below zero": entry(chunks=[(0, 4, FILE, -1, 9)]),
+    "beyond the file": entry(chunks=[(0, 4, FILE, 95, 9)]),
+    "a file that is not there": entry(chunks=[(0, 4, "__5_0.distcp", 0, 9)]),
+    "a file elsewhere": entry(chunks=[(0, 4, "../__0_0.distcp", 0, 9)]),
+    "a file that holds no tensors": entry(chunks=[(0, 4, "state.json", 0, 9)]),
+    "a file that is a number": entry(chunks=[(0, 4, 0, 0, 9)]),
+}
 
 
-def test_dtypes_are_the_only_members_of_torch(tmp_path):
-    for name in ("float32", "bfloat16", "int64"):
-        raw = b"\x80\x02ctorch\n" + name.encode() + b"\n."
-        with pytest.raises(ExportFault, match=r"E407 resume: .* is a dtype"):
-            read(tmp_path, raw)
+@pytest.mark.parametrize("what", WRONG)
+def test_an_index_that_is_wrong(what):
+    sizes = {FILE: 100, "state.json": 100, "../__0_0.distcp": 100}
+    with pytest.raises(ExportFault, match=r"E407 resume: step-1: index.json cannot be used: .*'a'"):
+        metadata_from({"b": entry(), "a": WRONG[what]}, "step-1", sizes)
 
 
-def test_cut_metadata_is_unreadable_at_any_length(tmp_path, real_metadata):
-    for length in range(0, len(real_metadata) - 1, 37):
-        with pytest.raises(ExportFault, match="E407 resume:"):
-            read(tmp_path, real_metadata[:length])
-
-
-@pytest.mark.parametrize(
-    "value", [None, 3, "text", [], {}, (Metadata({}),), BytesStorageMetadata()], ids=repr
-)
-def test_something_else_than_metadata(tmp_path, value):
+@pytest.mark.parametrize("index", [None, 3, "text", [], {}], ids=repr)
+def test_something_else_than_an_index(index):
     with pytest.raises(ExportFault, match="E407 resume:"):
-        read(tmp_path, pickle.dumps(value))
-
-
-def test_an_entry_that_is_not_a_tensor(tmp_path, real_metadata):
-    metadata = pickle.loads(real_metadata)
-    assert all(isinstance(entry, TensorStorageMetadata) for entry in metadata.state_dict_metadata.values())
-    metadata.state_dict_metadata["extra"] = BytesStorageMetadata()
-    with pytest.raises(ExportFault, match=r"E409 resume: .*'extra'"):
-        read(tmp_path, pickle.dumps(metadata))
-
-
-def test_persistent_ids_are_refused(tmp_path):
-    stream = io.BytesIO()
-    pickler = pickle.Pickler(stream)
-    pickler.persistent_id = lambda value: "anything" if value == 3 else None
-    pickler.dump([3])
-    with pytest.raises(ExportFault, match="E407 resume:"):
-        read(tmp_path, stream.getvalue())
+        metadata_from(index, "step-1", {FILE: 100})
 
 
 def test_a_writer_never_overwrites(tmp_path):
-    writer = make_writer(tmp_path)
+    writer = FlatWriter(tmp_path)
     assert writer.overwrite is False, DCP_FILE
     assert writer.single_file_per_rank is True, DCP_FILE
     assert writer.sync_files is True, DCP_FILE
+
+
+def test_no_file_of_a_checkpoint_is_unpickled():
+    """Nothing that a checkpoint brings reaches an unpickler of ours; torch reads tensors with weights_only."""
+    package = Path(dcp_private.__file__).parent
+    users = [path.name for path in package.rglob("*.py") if "import pickle" in path.read_text()]
+    assert users == []
+    assert "weights_only=True" in inspect.getsource(filesystem.FileSystemReader.read_data), DCP_FILE

@@ -1,4 +1,4 @@
-"""torch DCP over flat ranges, without unpickling anything that could run code.
+"""torch DCP over flat ranges, with an index of our own in JSON where DCP would keep a pickle.
 
 Both strategies hold flat ranges of tensors, so a tensor is saved as one 1-D tensor of which each rank has a chunk;
 DCP's own planners then reshard between any layouts. tests/unit/test_dcp_private.py fails when what is used here moves.
@@ -6,41 +6,32 @@ DCP's own planners then reshard between any layouts. tests/unit/test_dcp_private
 
 from __future__ import annotations
 
-import io
-import pickle
+import json
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
+    StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from shardproof.errors import fail
+from shardproof.files import write_atomic
 
-# Everything DCP's own metadata is made of. A name that is not here is refused before it is looked up.
-_ALLOWED = {
-    ("torch.distributed.checkpoint.metadata", name)
-    for name in (
-        "Metadata", "MetadataIndex", "ChunkStorageMetadata", "TensorStorageMetadata", "BytesStorageMetadata",
-        "TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING",
-    )
-} | {
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("torch.distributed.checkpoint.filesystem", "_StoragePrefix"),
-    ("torch.distributed.checkpoint.storage", "StorageMeta"),
-    ("torch", "Size"), ("torch", "device"),
-    ("torch.serialization", "_get_layout"),
-    ("pathlib", "PosixPath"), ("pathlib", "PurePosixPath"), ("pathlib._local", "PosixPath"),
-    ("collections", "OrderedDict"), ("collections", "defaultdict"),
-}  # fmt: skip
+INDEX_NAME = "index.json"
+_FILE_PATTERN = re.compile(r"__\d+_\d+\.distcp")
+_DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 
 
 class FlatRange:
@@ -100,51 +91,90 @@ class FlatLoadPlanner(DefaultLoadPlanner):
         return self.state_dict[index.fqn].local
 
 
-class _RestrictedUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _ALLOWED:
-            return super().find_class(module, name)
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
-        raise fail("E409", "resume", f"its metadata asks for {module}.{name}, which no checkpoint needs.")
+class FlatWriter(FileSystemWriter):
+    """DCP's writer, which leaves an index in JSON where DCP's own leaves a pickle."""
+
+    def __init__(self, folder: Path):
+        super().__init__(folder, single_file_per_rank=True, sync_files=True, overwrite=False)
+
+    def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
+        stored = {written.index: written.storage_data for row in results for written in row}
+        write_atomic(Path(self.path) / INDEX_NAME, json.dumps(_index_of(metadata, stored)))
 
 
-class SafeReader(FileSystemReader):
-    """DCP's reader with a metadata file that can describe tensors and do nothing else."""
+class FlatReader(FileSystemReader):
+    """DCP's reader for what an index that has been checked describes."""
+
+    def __init__(self, folder: Path, metadata: Metadata):
+        super().__init__(folder)
+        self._metadata = metadata
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        metadata = read_metadata(Path(self.path))
-        if getattr(metadata, "storage_meta", None) is None:
-            from torch.distributed.checkpoint.metadata import StorageMeta
-
-            metadata.storage_meta = StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
-        return metadata
+        self._metadata.storage_meta = StorageMeta(load_id=self.load_id)
+        return self._metadata
 
 
-def read_metadata(folder: Path) -> Metadata:
-    """The folder's metadata through the restricted unpickler."""
-    try:
-        raw = (folder / ".metadata").read_bytes()
-        metadata = _RestrictedUnpickler(io.BytesIO(raw)).load()
-    except (OSError, pickle.UnpicklingError, EOFError, AttributeError, ValueError) as error:
-        raise fail("E407", "resume", f"{folder.name}: its metadata cannot be read: {error}.") from error
-    if not isinstance(metadata, Metadata):
-        raise fail("E407", "resume", f"{folder.name}: its metadata is a {type(metadata).__name__}.")
+def _index_of(metadata: Metadata, stored: Mapping[MetadataIndex, _StorageInfo]) -> dict[str, Any]:
+    """{name: its dtype, its elements, and for each chunk [start, elements, file, offset, bytes]}."""
+    index: dict[str, Any] = {}
     for name, described in metadata.state_dict_metadata.items():
-        if not isinstance(described, TensorStorageMetadata):
-            raise fail(
-                "E409", "resume", f"{folder.name}: {name!r} is a pickled object, not a tensor.", tensor=name
-            )
-    for info in (metadata.storage_data or {}).values():
-        if Path(info.relative_path).name != info.relative_path:
-            raise fail(
-                "E407",
-                "resume",
-                f"{folder.name}: its metadata names the file {info.relative_path!r} outside it.",
-            )
-    return metadata
+        assert isinstance(described, TensorStorageMetadata), name
+        chunks = []
+        for chunk in described.chunks:
+            info = stored[MetadataIndex(name, chunk.offsets)]
+            place = [info.relative_path, info.offset, info.length]
+            chunks.append([chunk.offsets[0], chunk.sizes[0], *place])
+        dtype = str(described.properties.dtype).removeprefix("torch.")
+        index[name] = {"dtype": dtype, "numel": described.size.numel(), "chunks": sorted(chunks)}
+    return index
 
 
-def make_writer(folder: Path) -> FileSystemWriter:
-    return FileSystemWriter(folder, single_file_per_rank=True, sync_files=True, overwrite=False)
+def metadata_from(index: Any, label: str, sizes: Mapping[str, int]) -> Metadata:
+    """DCP's metadata from an index, whose chunks must fill each tensor and lie in files of these sizes."""
+    if not isinstance(index, dict) or not index:
+        raise _unreadable(label, "it describes no tensor")
+    tensors: dict[str, Any] = {}
+    stored: dict[MetadataIndex, _StorageInfo] = {}
+    for name, entry in index.items():
+        if not isinstance(entry, dict) or not isinstance(entry.get("chunks"), list):
+            raise _unreadable(label, f"{name!r} is not described", name)
+        dtype, numel = _DTYPES.get(str(entry.get("dtype"))), entry.get("numel")
+        if dtype is None or not _is_count(numel):
+            raise _unreadable(
+                label, f"{name!r} has dtype {entry.get('dtype')!r} and {numel!r} elements", name
+            )
+        chunks, end = [], 0
+        for row in entry["chunks"]:
+            start, count, info = _checked_chunk(row, label, name, sizes)
+            if start != end:
+                raise _unreadable(label, f"{name!r} has a gap or an overlap at element {end}", name)
+            end = start + count
+            chunks.append(ChunkStorageMetadata(torch.Size([start]), torch.Size([count])))
+            stored[MetadataIndex(name, torch.Size([start]))] = info
+        if end != numel:
+            raise _unreadable(label, f"{name!r} ends at element {end} of {numel}", name)
+        tensors[name] = TensorStorageMetadata(TensorProperties(dtype), torch.Size([numel]), chunks)
+    return Metadata(tensors, storage_data=stored)
+
+
+def _checked_chunk(
+    row: Any, label: str, name: str, sizes: Mapping[str, int]
+) -> tuple[int, int, _StorageInfo]:
+    if not isinstance(row, list) or len(row) != 5 or not all(_is_count(row[at]) for at in (0, 1, 3, 4)):
+        raise _unreadable(label, f"a chunk of {name!r} is {row!r}", name)
+    start, count, file, offset, length = row
+    if not isinstance(file, str) or not _FILE_PATTERN.fullmatch(file) or file not in sizes:
+        raise _unreadable(label, f"{name!r} lies in {file!r}, which is no file of the checkpoint", name)
+    if offset + length > sizes[file]:
+        raise _unreadable(
+            label, f"{name!r} ends at byte {offset + length} of {file}, which has {sizes[file]}", name
+        )
+    return start, count, _StorageInfo(file, offset, length)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**62
+
+
+def _unreadable(label: str, what: str, tensor: str | None = None) -> Exception:
+    return fail("E407", "resume", f"{label}: {INDEX_NAME} cannot be used: {what}.", tensor=tensor)

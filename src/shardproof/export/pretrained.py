@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import shutil
 import struct
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -18,19 +19,28 @@ import torch.distributed as dist
 from transformers import PretrainedConfig
 
 from shardproof.checkpoint.reader import DTYPES, INDEX_NAME, SINGLE_NAME
-from shardproof.dist.collectives import together
+from shardproof.dist.collectives import exchange, together
 from shardproof.errors import fail
+from shardproof.export.folders import disk_errors
 from shardproof.export.manifest import ExportReceipt, TensorMeta
+from shardproof.export.model_folder import (
+    ADAPTER_CONFIG,
+    ADAPTER_NAME,
+    CONFIG_NAME,
+    STAGE,
+    WRITER,
+    ModelFolder,
+)
 from shardproof.export.stream import WeightStream
+from shardproof.foreign import open_foreign
 from shardproof.model.lora import ADAPTER
 from shardproof.model.roles import CRITIC
 from shardproof.shard.sharded_model import ShardedModel
 
 _MAX_FILE_BYTES = 4 * 10**9
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
-ADAPTER_NAME = "adapter_model.safetensors"
 # Weights and what describes them are written anew; everything else in the source folder belongs to the model.
-_NOT_COPIED = {"config.json", INDEX_NAME, "adapter_config.json"}
+_NOT_COPIED = {CONFIG_NAME, ADAPTER_CONFIG}
 _COPIED_SUFFIXES = {".json", ".txt", ".model", ".jinja", ".py", ".tiktoken"}
 
 
@@ -45,29 +55,95 @@ def save_pretrained(
 
     The default dtype is the source checkpoint's, tensor by tensor. With `merge_lora=False` the folder is a peft
     adapter. Tokenizer and generation files are copied byte for byte from the source. The folder must be one that every
-    rank sees. Collective: every rank. Memory: two buckets.
+    rank sees. It holds the old model or the new one, whole; weights that no save wrote are not replaced (E408).
+
+    Collective: every rank. Memory: two buckets.
     """
-    target = Path(folder)
     stream = WeightStream(policy, dtype, merge_lora=merge_lora)
-    files = _plan_files(stream.metadata(), max_file_bytes, stream.payload.adapter_only)
-    with together("save_pretrained"):
-        target.mkdir(parents=True, exist_ok=True)
+    adapter_only = stream.payload.adapter_only
+    files = _plan_files(stream.metadata(), max_file_bytes, adapter_only)
+    nonce = exchange(secrets.token_hex(4))[0]
+    with _writing(folder):
+        place = ModelFolder(Path(folder), adapter_only, nonce)
+        companions = [] if adapter_only or policy.folder is None else _companions(policy.folder)
+        place.check(policy.folder, {*files, *companions, *_described(files, adapter_only)})
+    partial = Path(exchange(str(place.partial))[0])
+    try:
+        with _writing(folder):
+            if dist.get_rank() == 0:
+                place.begin()
+        sizes = _write_files(stream, partial, files)
+        with _writing(folder):
+            if dist.get_rank() == 0:
+                _check_seen(partial, sizes)
+                _write_description(policy, partial, files, companions, adapter_only)
+                place.publish({*files, *_described(files, adapter_only)})
+    except BaseException:
+        if dist.get_rank() == 0:
+            place.give_up()
+        raise
+    assert stream.receipt is not None
+    return stream.receipt
+
+
+@contextlib.contextmanager
+def _writing(folder: str | os.PathLike[str]) -> Iterator[None]:
+    """A part of the save in which the disk's errors are E408 on every rank. Collective: every rank, at its end."""
+    with together(STAGE), disk_errors(STAGE, f"{os.fspath(folder)} cannot be written"):
+        yield
+
+
+def _described(files: dict[str, list[TensorMeta]], adapter_only: bool) -> set[str]:
+    """The files that say what is in the weights."""
+    if adapter_only:
+        return {ADAPTER_CONFIG}
+    return {CONFIG_NAME, INDEX_NAME} if len(files) > 1 else {CONFIG_NAME}
+
+
+def _companions(source: Path) -> list[str]:
+    """The source's files that travel along unchanged; one that leads out of its folder is refused."""
+    found = []
+    for path in sorted(source.iterdir()):
+        is_index = path.name.endswith(".index.json")
+        if (
+            path.suffix in _COPIED_SUFFIXES
+            and path.name not in _NOT_COPIED
+            and not is_index
+            and path.is_file()
+        ):
+            open_foreign(path, STAGE, inside=source).close()
+            found.append(path.name)
+    return found
+
+
+def _write_files(
+    stream: WeightStream, partial: Path, files: dict[str, list[TensorMeta]]
+) -> list[dict[str, int]]:
+    """Write the stream's tensors; returns the sizes of the files that each rank wrote. Collective: every rank."""
     mine = [file for index, file in enumerate(files) if index % dist.get_world_size() == dist.get_rank()]
-    output = _Files(target, files, mine)
+    output = _Files(partial, files, mine)
     try:
         with stream:
             for name, tensor in stream:
                 output.write(name, tensor)
     except BaseException:
-        output.discard()
+        output.close()
         raise
-    with together("save_pretrained"):
-        output.finish()
-    with together("save_pretrained"):
-        if dist.get_rank() == 0:
-            _write_description(policy, target, files, stream.payload.adapter_only)
-    assert stream.receipt is not None
-    return stream.receipt
+    sizes: dict[str, int] = {}
+    with together(STAGE):
+        sizes = output.finish()
+    return exchange(sizes)
+
+
+def _check_seen(folder: Path, sizes: list[dict[str, int]]) -> None:
+    """Raise if rank 0 does not see what another rank wrote."""
+    for rank, row in enumerate(sizes):
+        for name, size in row.items():
+            path = folder / name
+            if not path.exists() or path.stat().st_size != size:
+                message = f"it wrote {name} with {size} bytes, and rank 0 does not see it."
+                fix = "save into a folder that all hosts share"
+                raise fail("E408", STAGE, message, rank=rank, fix=fix)
 
 
 def _plan_files(metas: Sequence[TensorMeta], limit: int, adapter_only: bool) -> dict[str, list[TensorMeta]]:
@@ -88,16 +164,17 @@ def _plan_files(metas: Sequence[TensorMeta], limit: int, adapter_only: bool) -> 
 
 
 class _Files:
-    """Safetensors files written tensor by tensor, each under a temporary name until it is complete."""
+    """Safetensors files written tensor by tensor."""
 
     def __init__(self, folder: Path, files: dict[str, list[TensorMeta]], mine: list[str]):
         self._folder = folder
         self._open: dict[str, BinaryIO] = {}
         self._places: dict[str, tuple[str, int]] = {}
         self._headers: dict[str, bytes] = {}
+        self._sizes: dict[str, int] = {}
         self._problem: OSError | None = None
         for file in mine:
-            header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+            header: dict[str, Any] = {"__metadata__": {"format": "pt", **WRITER}}
             offset = 0
             for meta in files[file]:
                 end = offset + meta.nbytes
@@ -107,6 +184,7 @@ class _Files:
                 offset = end
             raw = json.dumps(header).encode()
             self._headers[file] = raw + b" " * (-len(raw) % 8)
+            self._sizes[file] = 8 + len(self._headers[file]) + offset
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
         """Put a tensor in its place, if it is one of this rank's files.
@@ -118,7 +196,7 @@ class _Files:
         file, offset = self._places[name]
         try:
             if file not in self._open:
-                self._open[file] = self._partial(file).open("wb")
+                self._open[file] = (self._folder / file).open("xb")
                 self._open[file].write(struct.pack("<Q", len(self._headers[file])) + self._headers[file])
             handle = self._open[file]
             handle.seek(8 + len(self._headers[file]) + offset)
@@ -127,28 +205,25 @@ class _Files:
         except OSError as error:
             self._problem = error
 
-    def finish(self) -> None:
-        """Give complete files their names; a file that could not be written whole never gets one."""
+    def finish(self) -> dict[str, int]:
+        """Close the files, which are then on disk; returns their sizes, or raises what went wrong with any."""
+        for handle in self._open.values():
+            try:
+                handle.flush()
+                os.fsync(handle.fileno())
+            except OSError as error:
+                self._problem = self._problem or error
+        self.close()
+        if self._problem is not None:
+            raise fail("E408", STAGE, f"{self._problem}", rank=dist.get_rank())
+        return self._sizes
+
+    def close(self) -> None:
         for handle in self._open.values():
             try:
                 handle.close()
             except OSError as error:
                 self._problem = self._problem or error
-        if self._problem is not None:
-            self.discard()
-            raise fail("E408", "save_pretrained", f"{self._problem}", rank=dist.get_rank())
-        for file in self._open:
-            os.replace(self._partial(file), self._folder / file)
-
-    def discard(self) -> None:
-        """Remove what was begun."""
-        for file, handle in self._open.items():
-            with contextlib.suppress(OSError):
-                handle.close()
-            self._partial(file).unlink(missing_ok=True)
-
-    def _partial(self, file: str) -> Path:
-        return self._folder / f".{file}.partial"
 
 
 def _described_config(policy: ShardedModel, files: dict[str, list[TensorMeta]]) -> PretrainedConfig:
@@ -165,12 +240,13 @@ def _described_config(policy: ShardedModel, files: dict[str, list[TensorMeta]]) 
 
 
 def _write_description(
-    policy: ShardedModel, folder: Path, files: dict[str, list[TensorMeta]], adapter_only: bool
+    policy: ShardedModel,
+    folder: Path,
+    files: dict[str, list[TensorMeta]],
+    companions: Sequence[str],
+    adapter_only: bool,
 ) -> None:
     """Config, index, and the files that travel along unchanged. Rank 0 only."""
-    for path in [*folder.glob("*.safetensors"), folder / INDEX_NAME]:
-        if path.name not in files:
-            path.unlink(missing_ok=True)  # of an earlier save into this folder
     if adapter_only:
         config: Any = deepcopy(policy.model.peft_config[ADAPTER])
         config.base_model_name_or_path = policy.source
@@ -184,8 +260,8 @@ def _write_description(
         weight_map = {meta.name: file for file, group in files.items() for meta in group}
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (folder / INDEX_NAME).write_text(json.dumps(index, indent=2))
-    source = Path(policy.folder) if policy.folder is not None else None
-    if source is not None and source.resolve() != folder.resolve():
-        for path in sorted(source.iterdir()):
-            if path.suffix in _COPIED_SUFFIXES and path.name not in _NOT_COPIED and path.is_file():
-                shutil.copyfile(path, folder / path.name)
+    for name in companions:
+        assert policy.folder is not None
+        source = open_foreign(policy.folder / name, STAGE, inside=policy.folder)
+        with source, (folder / name).open("wb") as copy:
+            shutil.copyfileobj(source, copy)

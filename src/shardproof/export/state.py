@@ -8,7 +8,7 @@ import secrets
 import shutil
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,76 +17,52 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.optim.lr_scheduler import LRScheduler
 
+from shardproof.bounds import require_number
 from shardproof.dist.collectives import exchange, together
 from shardproof.errors import ShardproofError, fail
 from shardproof.export.dcp_private import (
+    INDEX_NAME,
     FlatLoadPlanner,
     FlatRange,
+    FlatReader,
     FlatSavePlanner,
-    SafeReader,
-    make_writer,
-    read_metadata,
+    FlatWriter,
+    metadata_from,
 )
 from shardproof.export.folders import (
-    PARTIAL,
+    CHECKSUMS_NAME,
     STATE_NAME,
+    check_seen,
     check_sums,
+    checksum,
+    clear_leftovers,
+    disk_errors,
     find_checkpoint,
-    needed_files,
-    note_sums,
+    name_of,
     publish,
-    write_json,
+    read_checked,
+    read_sums,
+    sums_of,
+    write_sums,
 )
 from shardproof.export.run_state import (
     allocate_optimizer,
+    check_optimizer_state,
+    check_state,
     describe,
     fingerprint,
     model_ranges,
     optimizer_ranges,
     restore,
 )
+from shardproof.export.save_group import group_of, share
+from shardproof.export.snapshot import PendingSave, Snapshot, copy_to_host
+from shardproof.files import PARTIAL, FolderLock, write_atomic
+from shardproof.foreign import parse_json
 from shardproof.shard.sharded_model import ShardedModel
-
-
-class PendingSave:
-    """A save under way. Training may go on; the next optimizer step waits until the tensors have been copied."""
-
-    def __init__(self) -> None:
-        self.blocked_seconds = 0.0  # of the training loop
-        self.write_seconds = 0.0  # from the call to the published folder
-        self.folder: Path | None = None
-        self._staged = threading.Event()
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
-        self._told = False
-
-    def settle(self) -> None:
-        """Wait for the end, and raise what went wrong unless it has been raised before."""
-        if self._thread is not None:
-            self._thread.join()
-        if self._error is not None and not self._told:
-            self.wait()
-
-    def wait(self) -> Path:
-        """Block until the checkpoint is published; raises what went wrong, the same on every rank."""
-        if self._thread is not None:
-            started = time.perf_counter()
-            self._thread.join()
-            self._thread = None
-            self.blocked_seconds += time.perf_counter() - started
-        if self._error is not None:
-            self._told = True
-            raise self._error
-        assert self.folder is not None
-        return self.folder
-
-    def wait_until_staged(self, *_: Any) -> None:
-        """Block until the snapshot is taken; called by the optimizer before it changes anything."""
-        started = time.perf_counter()
-        self._staged.wait()
-        self.blocked_seconds += time.perf_counter() - started
 
 
 def save_checkpoint(
@@ -103,8 +79,9 @@ def save_checkpoint(
     """Save model, optimizer, schedule, random state and `extra` (JSON-able) as `folder`/step-N.
 
     The folder appears complete or not at all, and the newest `keep` are kept. With `background` the call returns
-    before anything is copied: the copy and the write run beside training, and only the next optimizer step waits for
-    the copy. Call `wait()` on the result before the process ends.
+    before anything is copied: the copy and the write run beside training, and only what changes weights next waits for
+    the copy: a step of any optimizer, `policy.offload`, or what calls `policy.before_change`. Call `wait()` on the
+    result before the process ends. One process at a time saves into a folder.
 
     Collective: every rank. Memory: in the background, a host copy of this rank's state.
     """
@@ -117,46 +94,44 @@ def save_checkpoint(
     with together("save"):
         if optimizer is not None:
             policy.check_resident("save")
-        _check_target(root, extra or {})
-    state = describe(policy, optimizer, scheduler, extra or {})
-    nonce = exchange(secrets.token_hex(4))[0]
-    partial = root / f"{PARTIAL}{number:08d}-{nonce}"
-    ranges = model_ranges(policy) | (optimizer_ranges(policy, optimizer) if optimizer is not None else {})
-    group = _group_of(policy)
+            check_optimizer_state(policy, optimizer)
+        _check_request(root, extra or {}, number, keep)
+    lock = FolderLock(root)
+    with together("save"):
+        if dist.get_rank() == 0:
+            _claim(root, lock)
+    try:
+        state = describe(policy, optimizer, scheduler, extra or {})
+        partial = root / f"{PARTIAL}{number:08d}-{exchange(secrets.token_hex(4))[0]}"
+        ranges = model_ranges(policy) | (optimizer_ranges(policy, optimizer) if optimizer is not None else {})
+        save = _Save(policy, root, partial, number, keep, state, lock)
+        snapshot = Snapshot(policy, ranges)
+    except BaseException:
+        lock.release()
+        raise
     pending = PendingSave()
-
-    def work() -> None:
-        try:
-            mine = _without_replicas(policy, _stage_together(ranges, group) if background else ranges)
-            pending._staged.set()
-            _write(partial, mine, state, group)
-            pending.folder = _publish(root, partial, number, keep, group)
-        except BaseException as error:
-            pending._error = _explained(error, partial)
-        finally:
-            pending._staged.set()
-            pending.write_seconds = time.perf_counter() - started
-
     if not background:
-        work()
+        _run(save, ranges, snapshot, pending, started, in_place=True)
         pending.blocked_seconds = time.perf_counter() - started
         pending.wait()
         return pending
-    hook = optimizer.register_step_pre_hook(pending.wait_until_staged) if optimizer is not None else None
-    pending._thread = threading.Thread(target=_then(work, hook), name="shardproof-save")
-    pending._thread.start()
+    pending.begin_staging()
+    work = threading.Thread(
+        target=_run, args=(save, ranges, snapshot, pending, started), name="shardproof-save"
+    )
+    pending._thread = work
     policy.pending_save = pending
+    work.start()
     pending.blocked_seconds = time.perf_counter() - started
     return pending
 
 
-def _check_target(root: Path, extra: dict[str, Any]) -> None:
-    try:
+def _check_request(root: Path, extra: dict[str, Any], number: int, keep: int | None) -> None:
+    require_number("save", "step", number, at_least=0)
+    if keep is not None:
+        require_number("save", "keep", keep, at_least=1)
+    with disk_errors("save", f"{root} cannot be made"):
         root.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise fail(
-            "E408", "save", f"{root} cannot be made: {error.strerror}.", rank=dist.get_rank()
-        ) from error
     try:
         json.dumps(extra)
     except (TypeError, ValueError) as error:
@@ -165,42 +140,127 @@ def _check_target(root: Path, extra: dict[str, Any]) -> None:
         ) from error
 
 
-def _then(work: Any, hook: Any) -> Any:
-    def run() -> None:
-        work()
-        if hook is not None:
-            hook.remove()
-
-    return run
-
-
-def _group_of(policy: ShardedModel) -> dist.ProcessGroup:
-    """A gloo group for checkpoints alone, so that a save beside training cannot mix up its collectives.
-
-    Collective: every rank, the first time.
-    """
-    if policy.checkpoint_group is None:
-        policy.checkpoint_group = dist.new_group(backend="gloo")
-    return policy.checkpoint_group
+def _claim(root: Path, lock: FolderLock) -> None:
+    """Keep other saves out of the folder, and remove what ended ones left in it. Rank 0 alone."""
+    with disk_errors("save", f"{root} cannot be written"):
+        lock.acquire("save")
+        try:
+            clear_leftovers(root)
+        except BaseException:
+            lock.release()
+            raise
 
 
-def _stage_together(ranges: dict[str, FlatRange], group: dist.ProcessGroup) -> dict[str, FlatRange]:
-    """The host copies, if every rank could make them. Collective: every rank, on the checkpoint group."""
-    problem: Exception | None = None
-    copies: dict[str, FlatRange] = {}
+class _Save:
+    """One save on its way to disk. Every method but the first is collective, on the checkpoint group."""
+
+    def __init__(
+        self,
+        policy: ShardedModel,
+        root: Path,
+        partial: Path,
+        number: int,
+        keep: int | None,
+        state: dict[str, Any],
+        lock: FolderLock,
+    ):
+        self.policy, self.root, self.partial, self.keep, self.state = policy, root, partial, keep, state
+        self.final = root / f"step-{number:08d}"
+        self.group = group_of(policy)
+        self.lock = lock
+
+    def stage(self, ranges: dict[str, FlatRange], snapshot: Snapshot) -> dict[str, FlatRange]:
+        """The host copies, if every rank could make them and nothing has changed since the call."""
+        problem: Exception | None = None
+        copies: dict[str, FlatRange] = {}
+        try:
+            copies = copy_to_host(ranges)
+            snapshot.check(copies)
+        except (MemoryError, RuntimeError) as error:  # ours are RuntimeErrors too
+            problem = error
+        share(self.group, problem=problem)
+        return copies
+
+    def write(self, ranges: dict[str, FlatRange], snapshot: Snapshot | None) -> list[Any]:
+        """Write tensors through DCP and the rest as JSON; returns every rank's sums of what it wrote.
+
+        With `snapshot` the ranges are the policy's own memory, which must still be what it was.
+        """
+        self._first_alone(self._write_state)
+        mine = _without_replicas(self.policy, ranges)
+        writer = make_writer(self.partial)
+        dcp.save(mine, storage_writer=writer, planner=FlatSavePlanner(), process_group=self.group)
+        sums, problem = [], None
+        try:
+            if snapshot is not None:
+                snapshot.check(ranges)
+            names = [path.name for path in self.partial.glob(f"__{dist.get_rank()}_*.distcp")]
+            sums = sums_of(
+                self.partial, [*names, *([STATE_NAME, INDEX_NAME] if dist.get_rank() == 0 else [])]
+            )
+        except (OSError, ShardproofError) as error:
+            problem = error
+        return share(self.group, sums, problem)
+
+    def _write_state(self) -> None:
+        self.partial.mkdir()
+        write_atomic(self.partial / STATE_NAME, json.dumps(self.state))
+
+    def publish(self, sums: list[Any]) -> Path:
+        """Note the checksums of everything and give the folder its name, if rank 0 sees all that was written."""
+        rows = [(rank, (name, size, crc)) for rank, row in enumerate(sums) for name, size, crc in row]
+        self._first_alone(lambda: check_seen(self.partial, rows))
+        self._first_alone(lambda: write_sums(self.partial, [row for _, row in rows]))
+        self._first_alone(lambda: publish(self.root, self.partial, self.final, self.keep))
+        return self.final
+
+    def _first_alone(self, work: Callable[[], None]) -> None:
+        """Do something on rank 0; what fails there fails on all ranks."""
+        problem: Exception | None = None
+        if dist.get_rank() == 0:
+            try:
+                work()
+            except (OSError, ShardproofError) as error:
+                problem = error
+        share(self.group, problem=problem)
+
+    def give_up(self, error: BaseException) -> BaseException:
+        """Remove what was begun; the error as ours."""
+        # Every rank: on hosts that share no folder each has a part. Names are random, so nobody else's is removed.
+        shutil.rmtree(self.partial, ignore_errors=True)
+        if isinstance(error, ShardproofError | KeyboardInterrupt | SystemExit):
+            return error
+        detail = " ".join(str(error).split())[-300:]
+        message = f"{self.partial.name} was not published: {type(error).__name__}: {detail}"
+        failure = fail("E408", "save", message)
+        failure.__cause__ = error
+        return failure
+
+
+def make_writer(folder: Path) -> FlatWriter:
+    return FlatWriter(folder)
+
+
+def _run(
+    save: _Save,
+    ranges: dict[str, FlatRange],
+    snapshot: Snapshot,
+    pending: PendingSave,
+    started: float,
+    in_place: bool = False,
+) -> None:
+    """Take a save from the policy's tensors to the published folder; `pending` tells how it ended."""
     try:
-        copies = _staged(ranges)
-    except (MemoryError, RuntimeError) as error:
-        problem = error
-    _share_problem(problem, group)
-    return copies
-
-
-def _staged(ranges: dict[str, FlatRange]) -> dict[str, FlatRange]:
-    return {
-        name: FlatRange(item.local.detach().to("cpu", copy=True), item.start, item.numel)
-        for name, item in ranges.items()
-    }
+        held = ranges if in_place else save.stage(ranges, snapshot)
+        pending.end_staging()
+        sums = save.write(held, snapshot if in_place else None)
+        pending.folder = save.publish(sums)
+    except BaseException as error:
+        pending._error = save.give_up(error)
+    finally:
+        pending.end_staging()
+        save.lock.release()
+        pending.write_seconds = time.perf_counter() - started
 
 
 def _without_replicas(policy: ShardedModel, ranges: dict[str, FlatRange]) -> dict[str, FlatRange]:
@@ -213,70 +273,6 @@ def _without_replicas(policy: ShardedModel, ranges: dict[str, FlatRange]) -> dic
     return {name: item.empty() if name in whole else item for name, item in ranges.items()}
 
 
-def _write(
-    partial: Path, ranges: dict[str, FlatRange], state: dict[str, Any], group: dist.ProcessGroup
-) -> None:
-    """Write the tensors through DCP and the rest as JSON. Collective: every rank, on the checkpoint group."""
-    problem: OSError | None = None
-    if dist.get_rank() == 0:
-        try:
-            partial.mkdir(parents=True, exist_ok=True)
-            write_json(partial / STATE_NAME, state)
-        except OSError as error:
-            problem = error
-    _share_problem(problem, group)
-    dcp.save(ranges, storage_writer=make_writer(partial), planner=FlatSavePlanner(), process_group=group)
-    try:
-        note_sums(partial, dist.get_rank())
-    except OSError as error:
-        problem = error
-    _share_problem(problem, group)
-
-
-def _publish(root: Path, partial: Path, number: int, keep: int | None, group: dist.ProcessGroup) -> Path:
-    """Give the complete folder its name, in one rename, and drop what is no longer kept.
-
-    Collective: every rank, on the checkpoint group; what fails on rank 0 fails on all.
-    """
-    final = root / f"step-{number:08d}"
-    problem = None
-    dist.barrier(group=group)
-    if dist.get_rank() == 0:
-        try:
-            publish(root, partial, final, keep)
-        except OSError as error:
-            problem = error
-    _share_problem(problem, group)
-    return final
-
-
-def _share_problem(problem: Exception | None, group: dist.ProcessGroup) -> None:
-    """Raise the first rank's error, if any has one, on every rank. Collective: every rank, on the checkpoint group."""
-    text = f"{type(problem).__name__}: {problem}".encode()[:_TEXT_BYTES] if problem is not None else b""
-    mine = torch.zeros(_TEXT_BYTES, dtype=torch.uint8)
-    mine[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else mine[:0]
-    rows = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(rows, mine, group=group)
-    for rank, row in enumerate(rows):
-        if int(row[0]):
-            said = bytes(row.numpy()).rstrip(b"\0").decode(errors="replace")
-            raise fail("E408", "save", f"the checkpoint was not published: {said}", rank=rank)
-
-
-_TEXT_BYTES = 256
-
-
-def _explained(error: BaseException, partial: Path) -> BaseException:
-    if dist.get_rank() == 0:
-        shutil.rmtree(partial, ignore_errors=True)
-    if isinstance(error, ShardproofError):
-        return error
-    detail = " ".join(str(error).split())[-300:]
-    failure = fail("E408", "save", f"{partial.name} was not published: {type(error).__name__}: {detail}")
-    failure.__cause__ = error
-    return failure
-
-
 def resume(
     folder: str | os.PathLike[str],
     policy: ShardedModel,
@@ -287,25 +283,25 @@ def resume(
     """Load a checkpoint into the policy, optimizer and schedule, whatever layout wrote it; returns its `extra`.
 
     `folder` is a run's folder, of which `which` names one ("latest", or "step-00000012"), or a checkpoint itself. At
-    the world size that wrote it the run goes on bit for bit.
+    the world size that wrote it the run goes on bit for bit. Every byte of it is compared with its checksum before
+    anything is parsed, and everything is parsed before anything changes.
 
     Collective: every rank.
     """
     previous, policy.pending_save = policy.pending_save, None
     if previous is not None:
         previous.settle()  # what is loaded now must not be in what is being saved
-    with together("resume"):
+    with together("resume"), _reading():
         policy.check_resident("resume")
         chosen = find_checkpoint(Path(folder), which)
-        state = _read_state(chosen, policy)
-        metadata = read_metadata(chosen)
-        files = needed_files(chosen, metadata)
-    if len(set(exchange(chosen.name))) > 1:
-        raise fail(
-            "E407", "resume", f"ranks see different checkpoints: {sorted(set(exchange(chosen.name)))}."
-        )
-    with together("resume"):
-        check_sums(chosen, files, dist.get_rank(), dist.get_world_size())
+        noted = read_sums(chosen)
+    _check_same(chosen)
+    with together("resume"), _reading():
+        check_sums(chosen, noted, dist.get_rank(), dist.get_world_size())
+    with together("resume"), _reading():
+        state = _read_state(chosen, policy, noted)
+        index = parse_json(read_checked(chosen, INDEX_NAME, noted), INDEX_NAME, "resume", code="E407")
+        metadata = metadata_from(index, name_of(chosen), {name: size for name, (size, _) in noted.items()})
     ranges = model_ranges(policy)
     described = metadata.state_dict_metadata
     with together("resume"):
@@ -315,44 +311,57 @@ def resume(
     if optimizer is not None and state["groups"] is not None:
         saved = {name: info.properties.dtype for name, info in described.items()}
         ranges |= allocate_optimizer(policy, optimizer, saved)
-    with torch.no_grad(), _explaining(chosen):
-        dcp.load(
-            ranges,
-            storage_reader=SafeReader(chosen),
-            planner=FlatLoadPlanner(),
-            process_group=_group_of(policy),
-        )
+    _load(chosen, ranges, metadata, group_of(policy))
     return restore(policy, optimizer, scheduler, state)
 
 
 @contextmanager
-def _explaining(folder: Path) -> Iterator[None]:
-    """DCP's errors, which every rank raises alike, as ours; it derives them from BaseException."""
+def _reading() -> Iterator[None]:
+    """The disk's errors as E407."""
     try:
         yield
+    except OSError as error:
+        raise fail("E407", "resume", f"{error.filename or 'the checkpoint'}: {error.strerror}.") from error
+
+
+def _check_same(chosen: Path) -> None:
+    """Raise unless all ranks found one checkpoint. Collective: every rank."""
+    with together("resume"), _reading():
+        mine = [name_of(chosen), checksum(chosen / CHECKSUMS_NAME)]
+    rows = exchange(mine)
+    if len({name for name, _ in rows}) > 1:
+        raise fail(
+            "E407", "resume", f"ranks see different checkpoints: {sorted({name for name, _ in rows})}."
+        )
+    if len({crc for _, crc in rows}) > 1:
+        raise fail("E407", "resume", f"{name_of(chosen)}: ranks see different files under this name.")
+
+
+def _load(folder: Path, ranges: dict[str, FlatRange], metadata: Metadata, group: dist.ProcessGroup) -> None:
+    """Fill the ranges. DCP's errors, which every rank raises alike and derives from BaseException, become ours."""
+    try:
+        with torch.no_grad():
+            reader = FlatReader(folder, metadata)
+            dcp.load(ranges, storage_reader=reader, planner=FlatLoadPlanner(), process_group=group)
     except CheckpointException as error:
         detail = " ".join(str(error).split())[-300:]
-        raise fail("E407", "resume", f"{folder.name} cannot be read: {detail}") from error
+        raise fail("E407", "resume", f"{name_of(folder)} cannot be read: {detail}") from error
 
 
-def _read_state(folder: Path, policy: ShardedModel) -> dict[str, Any]:
+def _read_state(folder: Path, policy: ShardedModel, noted: dict[str, tuple[int, int]]) -> dict[str, Any]:
+    label = name_of(folder)
+    state = parse_json(read_checked(folder, STATE_NAME, noted), STATE_NAME, "resume", code="E407")
     try:
-        state = json.loads((folder / STATE_NAME).read_text())
-        saved = dict(state["model"])
-        missing = [key for key in _STATE_KEYS if key not in state]
-        if missing:
-            raise KeyError(f"it lacks {missing}")
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise fail("E407", "resume", f"{folder.name}: {STATE_NAME} cannot be read: {error}.") from error
-    ours = fingerprint(policy)
+        check_state(state)
+    except (ValueError, KeyError, TypeError, RuntimeError) as error:
+        what = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
+        raise fail("E407", "resume", f"{label}: {STATE_NAME} cannot be used: {what}.") from error
+    saved, ours = state["model"], fingerprint(policy)
     if saved != ours:
         odd = sorted(name for name in saved.keys() | ours.keys() if saved.get(name) != ours.get(name))
-        message = f"{folder.name} is of another model: {odd[0]!r} is {saved.get(odd[0])} there and {ours.get(odd[0])} here"
+        message = f"{label} is of another model: {odd[0]!r} is {saved.get(odd[0])} there and {ours.get(odd[0])} here"
         raise fail("E407", "resume", f"{message} ({len(odd)} tensors differ).", tensor=odd[0])
     return state
-
-
-_STATE_KEYS = ("version", "num_updates", "groups", "scalars", "scheduler", "rng", "world_size", "extra")
 
 
 def _check_names(folder: Path, described: Any, ranges: dict[str, FlatRange]) -> None:
@@ -361,22 +370,26 @@ def _check_names(folder: Path, described: Any, ranges: dict[str, FlatRange]) -> 
         info = described.get(name)
         if info is None or info.size.numel() != item.numel:
             found = "is not there" if info is None else f"has {info.size.numel()} elements of {item.numel}"
-            raise fail("E407", "resume", f"{folder.name}: {name!r} {found}.", tensor=name)
+            raise fail("E407", "resume", f"{name_of(folder)}: {name!r} {found}.", tensor=name)
 
 
 def _check_optimizer(
     folder: Path, described: Any, policy: ShardedModel, optimizer: torch.optim.Optimizer, groups: Any
 ) -> None:
     """The saved optimizer has as many groups as this one, and the same state for every trainable parameter."""
+    label = name_of(folder)
     if groups is not None and len(groups) != len(optimizer.param_groups):
-        message = f"{folder.name}: its optimizer has {len(groups)} groups, this one has {len(optimizer.param_groups)}."
+        message = (
+            f"{label}: its optimizer has {len(groups)} groups, this one has {len(optimizer.param_groups)}."
+        )
         raise fail("E407", "resume", message)
     states = {
         name: key for name in described if name.startswith("optim.") for key in [name.rpartition(".")[2]]
     }
+    sizes = {info.name: torch.Size(info.shape).numel() for info in policy.inventory.parameters}
     for name, param in policy.named_parameters():
-        for key in set(states.values()) if param.requires_grad else ():
-            if f"optim.{name}.{key}" not in states:
-                raise fail(
-                    "E407", "resume", f"{folder.name}: 'optim.{name}.{key}' is not there.", tensor=name
-                )
+        for key in sorted(set(states.values())) if param.requires_grad else ():
+            info = described.get(f"optim.{name}.{key}")
+            if info is None or info.size.numel() != sizes[name]:
+                found = "is not there" if info is None else "has another size"
+                raise fail("E407", "resume", f"{label}: 'optim.{name}.{key}' {found}.", tensor=name)

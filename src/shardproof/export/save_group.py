@@ -1,0 +1,60 @@
+"""What ranks tell each other during a save, on a group of its own beside training."""
+
+from __future__ import annotations
+
+import json
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardproof.errors import ShardproofError, error_for
+from shardproof.findings import Finding
+from shardproof.shard.sharded_model import ShardedModel
+
+# How long a rank waits for the others to finish writing what it has finished itself.
+_DEADLINE_S = 600.0
+_TEXT_CHARACTERS = 400
+
+
+def group_of(policy: ShardedModel) -> dist.ProcessGroup:
+    """A gloo group for checkpoints alone, so that a save beside training cannot mix up its collectives.
+
+    Collective: every rank, the first time.
+    """
+    if policy.checkpoint_group is None:
+        policy.checkpoint_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=_DEADLINE_S))
+    return policy.checkpoint_group
+
+
+def share(group: dist.ProcessGroup, value: Any = None, problem: Exception | None = None) -> list[Any]:
+    """Every rank's JSON-able value; if a rank has a problem, the first one's is raised on all of them.
+
+    Collective: every rank, on the checkpoint group.
+    """
+    mine = {"value": value} if problem is None else {"problem": _finding(problem).to_json()}
+    rows = _gather(group, json.dumps(mine).encode())
+    for row in rows:
+        if "problem" in row:
+            raise error_for([Finding.from_json(row["problem"])]) from problem
+    return [row["value"] for row in rows]
+
+
+def _finding(problem: Exception) -> Finding:
+    if isinstance(problem, ShardproofError):
+        return problem.findings[0]
+    text = " ".join(str(problem).split())[:_TEXT_CHARACTERS]
+    message = f"the checkpoint was not published: {type(problem).__name__}: {text}"
+    return Finding("E408", "save", message, rank=dist.get_rank())
+
+
+def _gather(group: dist.ProcessGroup, raw: bytes) -> list[Any]:
+    size = torch.tensor([len(raw)])
+    sizes = [torch.empty_like(size) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(sizes, size, group=group)
+    padded = torch.zeros(max(int(size) for size in sizes), dtype=torch.uint8)
+    padded[: len(raw)] = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+    rows = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(rows, padded, group=group)
+    return [json.loads(bytes(row[: int(size)].numpy())) for row, size in zip(rows, sizes, strict=True)]

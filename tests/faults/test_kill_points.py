@@ -1,0 +1,376 @@
+"""Saves that end at any of their file operations, by a kill or by the disk's error: what is there is whole, and labelled right.
+
+A process is forked for each operation of a sequence of saves. In it the n-th operation below the run's folder ends the
+process, as `kill -9` does, or fails as a full disk does.
+"""
+
+import contextlib
+import errno
+import io
+import itertools
+import os
+import signal
+import sys
+import traceback
+
+import pytest
+import torch
+
+import shardproof as sp
+from shardproof import files
+from shardproof.digest import digest
+from shardproof.errors import ShardproofError
+from shardproof.export import folders, payload, stream
+from shardproof.export.run_state import model_ranges, optimizer_ranges
+from shardproof.files import current_folder
+from tests.distributed.test_stream import load
+from tests.models import make_checkpoint
+from tests.ranks import run_ranks
+
+WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT
+EVENTS = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.link", "os.truncate", "shutil.rmtree"}
+# (step, label of the content): a second save, the same step with other content, and one that drops the oldest.
+SAVES = [(1, "a"), (2, "b"), (2, "c"), (3, "d")]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("llama"), "llama", num_hidden_layers=1)
+
+
+# The n-th operation.
+
+
+class Disk:
+    """Counts what a process does to the files below a folder, and lets the n-th operation not return."""
+
+    def __init__(self, root, at, ending):
+        self.root, self.at, self.ending = str(root), at, ending
+        self.count = 0
+        self.is_on = False
+        self.names = []  # of the operations
+
+    def operation(self, name, half_done=None):
+        if not self.is_on:
+            return
+        self.names.append(name)
+        self.count += 1
+        if self.count - 1 != self.at:
+            return
+        if self.ending == "kill":
+            if half_done is not None:
+                half_done()
+            os.kill(os.getpid(), signal.SIGKILL)
+        number = errno.ENOSPC if self.at % 2 else errno.EIO
+        raise OSError(number, os.strerror(number))
+
+    def is_below(self, path):
+        return isinstance(path, str | bytes | os.PathLike) and os.fsdecode(path).startswith(self.root)
+
+    def audit(self, event, args):
+        if event == "open" and self.is_below(args[0]) and isinstance(args[2], int) and args[2] & WRITE_FLAGS:
+            self.operation("open")
+        elif event in EVENTS and (self.is_below(args[0]) or event == "os.truncate"):
+            self.operation(event)
+
+    def install(self):
+        """For good: this is a process of its own."""
+        sys.addaudithook(self.audit)
+        real_fsync, real_exchange, real_open, disk = os.fsync, files._exchange, io.open, self
+
+        def fsync(descriptor):
+            disk.operation("fsync")
+            real_fsync(descriptor)
+
+        def exchange(one, other):
+            disk.operation("exchange")
+            return real_exchange(one, other)
+
+        class Writer(io.BufferedWriter):
+            def write(self, data):
+                def half():
+                    super(Writer, self).write(memoryview(data).cast("B")[: len(data) // 2])
+                    self.flush()
+
+                disk.operation("write", half)
+                return super().write(data)
+
+        def open_counted(path, mode="r", *args, **kwargs):
+            if mode in ("wb", "xb") and disk.is_below(path):
+                return Writer(io.FileIO(path, mode[0]))
+            return real_open(path, mode, *args, **kwargs)
+
+        os.fsync, files._exchange, io.open = fsync, exchange, open_counted
+
+
+def in_a_fork(work):
+    """What `work` returned in a process of its own, as text; None if it was killed."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.close(reader)
+            os.write(writer, work(writer).encode())
+        except BaseException:
+            os.write(writer, f"\nfailed: {traceback.format_exc()}".encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as file:
+        said = file.read().decode()
+    _, status = os.waitpid(child, 0)
+    assert "failed: " not in said, said
+    return said, os.WIFSIGNALED(status)
+
+
+# Checkpoints.
+
+
+class State:
+    """A policy with an optimizer that can be set to what a label means, without a collective."""
+
+    def __init__(self, source):
+        self.policy = load(source)
+        self.optimizer = sp.make_optimizer(self.policy, lr=1e-2)
+        for param in self.policy.trainable_parameters():
+            moments = {"exp_avg": torch.zeros_like(param), "exp_avg_sq": torch.zeros_like(param)}
+            self.optimizer.state[param] = {"step": torch.tensor(0.0), **moments}
+
+    def become(self, step, label):
+        for name, item in self.tensors().items():
+            generator = torch.Generator().manual_seed(ord(label) * 1000 + len(name))
+            item.local.copy_(torch.rand(item.local.shape, generator=generator))
+        for state in self.optimizer.state.values():
+            state["step"] = torch.tensor(float(ord(label)))
+        self.policy.version, self.policy.num_updates = step, ord(label)
+
+    def tensors(self):
+        return model_ranges(self.policy) | optimizer_ranges(self.policy, self.optimizer)
+
+    def held(self):
+        tensors = {name: digest(item.local) for name, item in self.tensors().items()}
+        steps = {float(state["step"]) for state in self.optimizer.state.values()}
+        return tensors, steps, self.policy.version, self.policy.num_updates
+
+    def save(self, root, step, label):
+        self.become(step, label)
+        sp.save_checkpoint(root, self.policy, self.optimizer, extra={"label": label}, keep=2)
+
+    def resume(self, root, which="latest"):
+        """The label in the checkpoint, which must name its content."""
+        self.become(0, "z")
+        label = sp.resume(root, self.policy, self.optimizer, which=which)["label"]
+        found = self.held()
+        self.become(self.policy.version, label)
+        assert found == self.held(), label
+        return label
+
+
+def assert_sound(state, root, num_done):
+    """The newest checkpoint is what its label says, no older than the last that was complete; and saving goes on."""
+    listed = folders.list_checkpoints(root) if root.is_dir() else []
+    labels = {path.name: state.resume(root, path.name) for path in listed}
+    allowed = [label for _, label in SAVES[max(num_done - 1, 0) :]]
+    if num_done or listed:
+        label = state.resume(root)
+        assert label in allowed, (label, allowed)
+        assert {label} == {labels[listed[-1].name]}
+    for name, label in labels.items():
+        assert (int(name[5:]), label) in SAVES
+    state.save(root, 9, "e")
+    assert state.resume(root) == "e"
+    kept = [*(path.name for path in listed), "step-00000009"][-2:]
+    assert sorted(os.listdir(root)) == [".lock", *kept]
+
+
+def save_all(state, root, disk, writer):
+    """Save in sequence, saying when each is complete."""
+    disk.install()
+    disk.is_on = True
+    for step, label in SAVES:
+        state.save(root, step, label)
+        os.write(writer, b".")
+    disk.is_on = False
+
+
+def fresh_child(state, can_exchange):
+    """A forked process has none of its parent's threads; it makes a group of its own."""
+    state.policy.checkpoint_group = None
+    if not can_exchange:
+        files._exchange = lambda one, other: False
+
+
+def operations(state, root, can_exchange):
+    """The names of the operations of the whole sequence."""
+
+    def work(writer):
+        fresh_child(state, can_exchange)
+        disk = Disk(root, -1, None)
+        save_all(state, root, disk, writer)
+        return "\n" + " ".join(disk.names)
+
+    said, _ = in_a_fork(work)
+    return said.partition("\n")[2].split()
+
+
+def points_of(names, num_writes, first=0):
+    """Every operation from the `first` on, and of the writes into files some, spread evenly."""
+    writes = [index for index, name in enumerate(names) if name == "write" and index >= first]
+    chosen = set(writes[:: max(1, len(writes) // num_writes)])
+    return [i for i in range(first, len(names)) if names[i] != "write" or i in chosen]
+
+
+def kill_at_every_operation(source, root, can_exchange):
+    state = State(source)
+    points = points_of(operations(state, root / "all", can_exchange), 12)
+    for point in points:
+        run = root / str(point)
+
+        def work(writer, point=point, run=run):
+            fresh_child(state, can_exchange)
+            save_all(state, run, Disk(run, point, "kill"), writer)
+            return ""
+
+        said, was_killed = in_a_fork(work)
+        assert was_killed, point
+        assert_sound(state, run, len(said))
+    return len(points)
+
+
+@pytest.mark.parametrize("can_exchange", [True, False], ids=["exchange", "two renames"])
+def test_a_kill_at_any_operation_of_a_save(source, tmp_path, can_exchange):
+    (num_points,) = run_ranks(1, kill_at_every_operation, source, tmp_path, can_exchange, timeout=300)
+    assert num_points >= 100
+
+
+def fail_at_every_operation(source, root, can_exchange):
+    state = State(source)
+    points = points_of(operations(state, root / "all", can_exchange), 12)
+    outcomes = []
+    for point in points:
+        run = root / str(point)
+
+        def work(writer, point=point, run=run):
+            fresh_child(state, can_exchange)
+            disk = Disk(run, point, "error")
+            num_done, said = 0, "saved"
+            try:
+                with os.fdopen(os.dup(writer), "wb"):
+                    disk.install()
+                    disk.is_on = True
+                    for step, label in SAVES:
+                        state.save(run, step, label)
+                        num_done += 1
+            except ShardproofError as error:
+                said = str(error)
+            disk.is_on = False
+            assert_sound(state, run, num_done)
+            return said
+
+        outcomes.append(in_a_fork(work)[0])
+    return outcomes
+
+
+def test_an_error_of_the_disk_at_any_operation_of_a_save(source, tmp_path):
+    """In the process that goes on: one E408, everything older is there, and the next save is well."""
+    (outcomes,) = run_ranks(1, fail_at_every_operation, source, tmp_path, False, timeout=300)
+    failed = [said for said in outcomes if said != "saved"]
+    assert [said for said in failed if not said.startswith("E408 save: ")] == []
+    assert len(outcomes) >= 100 and len(failed) >= 60
+
+
+# Folders of models.
+
+
+def set_up_export():
+    """Streams of one rank need no collective; a forked process could issue none on its parent's group."""
+    for module in (stream, payload):
+        module.gather_rows = lambda row: row[None]
+    stream.WeightStream._deadline = lambda self: contextlib.nullcontext()
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()} if folder.is_dir() else {}
+
+
+def kill_at_every_operation_of_an_export(source, root, can_exchange):
+    state = State(source)
+
+    def export(run, label, limit):
+        state.become(1, label)
+        sp.save_pretrained(state.policy, run / "model", max_file_bytes=limit)
+
+    def work(run, disk, can_exchange=can_exchange):
+        set_up_export()
+        if not can_exchange:
+            files._exchange = lambda one, other: False
+        disk.install()
+        disk.is_on = True
+        export(run, "a", 9_000)
+        disk.names.append("between")
+        export(run, "b", 10**9)
+        disk.is_on = False
+        return " ".join(disk.names)
+
+    whole = root / "whole"
+    names = in_a_fork(lambda _: work(whole, Disk(whole, -1, None)))[0].split()
+    wanted = [{}]
+    for label, limit in (("a", 9_000), ("b", 10**9)):
+        export(root / label, label, limit)
+        wanted.append(contents(root / label / "model"))
+    assert contents(whole / "model") == wanted[2] != wanted[1]
+    points = points_of([name for name in names if name != "between"], 8)
+    for point in points:
+        run = root / str(point)
+        _, was_killed = in_a_fork(lambda _, run=run, point=point: work(run, Disk(run, point, "kill")))
+        assert was_killed, point
+        found = contents(current_folder(run / "model"))
+        assert found in wanted, (point, sorted(found))
+        assert found or point < names.index("between"), point
+        export(run, "b", 10**9)
+        assert contents(run / "model") == wanted[2]
+        assert [path.name for path in run.iterdir()] == ["model"], point
+    return len(points)
+
+
+@pytest.mark.parametrize("can_exchange", [True, False], ids=["exchange", "two renames"])
+def test_a_kill_at_any_operation_of_an_export(source, tmp_path, can_exchange):
+    """The folder holds the old model or the new one, byte for byte."""
+    (num_points,) = run_ranks(
+        1, kill_at_every_operation_of_an_export, source, tmp_path, can_exchange, timeout=300
+    )
+    assert num_points >= 40
+
+
+# A run's small files.
+
+
+def write_small_files(run, disk):
+    disk.install()
+    disk.is_on = True
+    for index in range(3):
+        files.write_atomic(run / "state.json", f"state {index}")
+        files.append_line(run / "metrics.jsonl", {"step": index})
+
+
+def kill_at_every_operation_of_small_files(root):
+    for point in itertools.count():
+        run = root / str(point)
+        run.mkdir()
+        _, was_killed = in_a_fork(
+            lambda _, run=run, point=point: write_small_files(run, Disk(run, point, "kill")) or ""
+        )
+        path = run / "state.json"
+        assert not path.exists() or path.read_text() in [f"state {index}" for index in range(3)]
+        files.append_line(run / "metrics.jsonl", {"step": "end"})
+        lines = (run / "metrics.jsonl").read_text().splitlines()
+        assert lines[-1] == '{"step": "end"}'
+        assert [line for line in lines[:-1] if line] == [
+            f'{{"step": {index}}}' for index in range(len(lines) - 1)
+        ]
+        if not was_killed:
+            return point
+
+
+def test_a_kill_at_any_operation_on_a_runs_small_files(tmp_path):
+    assert run_ranks(1, kill_at_every_operation_of_small_files, tmp_path, init_group=False)[0] >= 15
