@@ -63,13 +63,15 @@ def print_outcome(recipe: Recipe, seconds: float) -> None:
 
     folder = Path(recipe.output.folder)
     rows = [json.loads(line)["metrics"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    rewards = [row["reward/mean"] for row in rows]
+    rewards = [row["reward/mean"] for row in rows if "reward/mean" in row]  # step 0 is an evaluation alone
     held_out = [row["eval/reward"] for row in rows if "eval/reward" in row]
     first, last = sum(rewards[:5]) / 5, sum(rewards[-5:]) / 5
-    print(f"\n{recipe.algorithm.name}, {len(rows)} steps, {recipe.train.ranks} ranks, {seconds:.0f} s")
+    print(f"\n{recipe.algorithm.name}, {len(rewards)} steps, {recipe.train.ranks} ranks, {seconds:.0f} s")
     print(f"mean reward of sampled answers: {first:.2f} in the first five steps, {last:.2f} in the last five")
     if held_out:
-        print(f"held-out prompts, greedy: {held_out[0]:.2f} first, {held_out[-1]:.2f} last")
+        print(
+            f"held-out prompts, greedy: {held_out[0]:.2f} before the first step, {held_out[-1]:.2f} after the last"
+        )
     print(f"report: {folder / 'report.html'}")
     print(f"model:  {folder / 'model'}")
 

@@ -37,7 +37,7 @@ def test_every_algorithm_runs_on_two_ranks(tmp_path, algorithm):
     assert first["mismatch/max"] < 1e-4, "over every sampled token, right after a sync"
     assert first["kl/mean"] >= 0.0
     assert 0.0 <= first["eval/reward"] <= 1.0
-    assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [1, 2]
+    assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [0, 1, 2]
     for name in ("config.json", "samples.jsonl", "events.jsonl", "report.html", "model/model.safetensors"):
         assert (tmp_path / name).exists(), name
 

@@ -19,6 +19,7 @@ from shardproof.model.roles import POLICY
 from shardproof.model.skeleton import build_skeleton
 from shardproof.rl.data import Prompt, encode_completions, encode_prompts, load_rows
 from shardproof.rl.reward_functions import find_reward
+from shardproof.rl.stop_ids import find_stop_ids
 from shardproof.shard.plan import plan_shards
 
 CONFIG_NAME = "config.json"
@@ -40,6 +41,7 @@ class Inputs:
     config: PretrainedConfig
     prompts: list[Prompt]
     held_out: list[Prompt]
+    stop_ids: tuple[int, ...]  # tokens that end a completion
 
 
 def check_inputs(recipe: Recipe) -> Inputs:
@@ -53,7 +55,7 @@ def check_inputs(recipe: Recipe) -> Inputs:
     evaluation = recipe.data.evaluation
     held_out = _read_prompts(recipe, evaluation, tokenizer) if evaluation is not None else []
     _require_room(recipe, [*prompts, *held_out], max_positions(config))
-    return Inputs(tokenizer, config, prompts, held_out)
+    return Inputs(tokenizer, config, prompts, held_out, find_stop_ids(folder, config, tokenizer))
 
 
 def check_model(recipe: Recipe, config: PretrainedConfig, num_ranks: int) -> None:

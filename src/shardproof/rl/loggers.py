@@ -28,7 +28,9 @@ class JsonLines:
 
     def __init__(self, folder: Path, first_step: int):
         self._path = folder / METRICS_NAME
-        for name in (METRICS_NAME, SAMPLES_NAME, EVENTS_NAME):
+        # Step 0 is an evaluation, which a run that begins again makes again.
+        _drop_from(self._path, first_step or -1)
+        for name in (SAMPLES_NAME, EVENTS_NAME):
             _drop_from(folder / name, first_step)
         lines = self._path.read_text().splitlines() if self._path.exists() else []
         self._start = time.time() - (float(json.loads(lines[-1])["time"]) if lines else 0.0)
@@ -64,6 +66,7 @@ class Progress:
 
     _SHOWN = (
         ("reward/mean", "reward {:.3f}"),
+        ("eval/reward", "held-out {:.3f}"),
         ("kl/mean", "KL {:.4f}"),
         ("loss/policy", "loss {:.4f}"),
         ("grad_norm", "grad norm {:.3f}"),
@@ -95,8 +98,11 @@ class Progress:
         if self._live is not None:
             self._live.update(self._task, completed=step, description=shown)
             return
-        left = (time.time() - self._start) / max(step - self._first, 1) * (self._num_steps - step)
-        print(f"step {step}/{self._num_steps}  {shown}  left {left:.0f} s", file=sys.stderr, flush=True)
+        left = ""  # nothing is known about it before the first step
+        if step > self._first:
+            seconds = (time.time() - self._start) / (step - self._first) * (self._num_steps - step)
+            left = f"  left {seconds:.0f} s"
+        print(f"step {step}/{self._num_steps}  {shown}{left}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
         if self._live is not None:

@@ -5,30 +5,26 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from shardproof.bounds import largest, within
 from shardproof.config.schema import Recipe
 from shardproof.dist.collectives import exchange, together
 from shardproof.dist.launch import init_distributed
 from shardproof.errors import fail
 from shardproof.rl.agreement import agree_on
-from shardproof.rl.algorithms import ALGORITHMS, make_loss
-from shardproof.rl.experience import Experience, await_rewards, collect, sample_groups
+from shardproof.rl.experience import Group, await_rewards, collect, sample_groups
 from shardproof.rl.folder import claim_folder, go_on, note, report, save, save_model, write_samples
 from shardproof.rl.imitation import demonstrate, held_out_loss
 from shardproof.rl.loggers import JsonLines, Logger, Progress, TensorBoard
-from shardproof.rl.setup import Run, Trained, set_up
+from shardproof.rl.setup import Run, set_up
 from shardproof.rl.stopping import StopFlag, Stopped
+from shardproof.rl.updates import step_metrics, update
 from shardproof.rollout.engine import Request, Sampling
-from shardproof.train.batching import Batch, weigh
-from shardproof.train.loss import value
 from shardproof.train.score import logprobs
-from shardproof.train.step import StepResult, train_step
 
 _CANARY_TOKENS = 8
 
@@ -65,6 +61,10 @@ def _train(run: Run, folder: Path, stop: StopFlag, loggers: Sequence[Logger]) ->
     metrics = sync(run, step, folder)
     stopping = 0
     try:
+        if step == 0 and output.eval_every:
+            first = evaluate(run, step)
+            for each in outputs:
+                each.log(step, first)
         while step < run.recipe.train.steps and not stopping:
             metrics = one_step(run, step, folder)
             step += 1
@@ -98,7 +98,7 @@ def one_step(run: Run, step: int, folder: Path) -> dict[str, float]:
     updates = update(run, experience)
     updated = time.perf_counter()
     metrics = experience.metrics | sync(run, step + 1, folder)
-    metrics |= _step_metrics(updates)
+    metrics |= step_metrics(run, updates)
     seconds = time.perf_counter() - started
     tokens = sum(exchange(sum(experience.batch.lengths))) / run.policy.model.sequence_parallel
     metrics |= {
@@ -116,81 +116,6 @@ def one_step(run: Run, step: int, folder: Path) -> dict[str, float]:
     return metrics
 
 
-@dataclass(frozen=True)
-class Update:
-    """What one update did to the policy and, where there is one, to the critic."""
-
-    policy: StepResult
-    critic: StepResult | None
-
-    @property
-    def steps(self) -> list[StepResult]:
-        return [self.policy] if self.critic is None else [self.policy, self.critic]
-
-
-def update(run: Run, experience: Experience) -> list[Update]:
-    """The step's updates of policy and critic. Collective: every rank."""
-    settings, train_settings = run.recipe.algorithm, run.recipe.train
-    loss, facts = make_loss(settings), ALGORITHMS[settings.name]
-    options: dict[str, Any] = {
-        "micro_batch_tokens": train_settings.micro_batch_tokens,
-        "max_grad_norm": run.recipe.optimizer.max_grad_norm,
-        "max_consecutive_skips": train_settings.max_consecutive_skips,
-    }
-    updates = []
-    for part in _mini_batches(run, experience):
-        num_sequences = sum(exchange(len(part))) / run.policy.model.sequence_parallel
-        if not num_sequences:
-            continue
-        constant = num_sequences * run.sampling.max_new_tokens
-        weighed = weigh(part, facts.weights, constant=constant, share=run.policy.model.sequence_parallel)
-        weighed = _with_signal(run, weighed)
-        stepped = _step(
-            run.policy,
-            weighed,
-            loss=loss,
-            temperature=run.sampling.temperature,
-            router_coef=settings.router_coef,
-            **options,
-        )
-        critic = None
-        if run.critic is not None:
-            critic = _step(run.critic, weighed, loss=value(settings.value_clip), **options)
-        updates.append(Update(stepped, critic))
-    return updates
-
-
-def _with_signal(run: Run, batch: Batch) -> Batch:
-    """The batch without sequences that cannot move the policy: those of groups whose rewards are all equal.
-
-    Their gradient is zero, so the update is the same and cheaper; weights are those of the whole batch. Where another
-    term of the loss counts every token, or no sequence would be left, nothing is dropped. Collective: every rank.
-    """
-    settings = run.recipe.algorithm
-    in_loss = settings.kl_coef if settings.kl_in == "loss" else 0.0
-    if run.imitates or run.critic is not None or in_loss or settings.entropy_coef or settings.router_coef:
-        return batch
-    moving = [i for i, row in enumerate(batch.columns["advantages"]) if bool(row.any())]
-    return batch.select(moving) if any(exchange(len(moving))) else batch
-
-
-def _step(trained: Trained, batch: Batch, **options: Any) -> StepResult:
-    return train_step(trained.model, batch, trained.optimizer, trained.scheduler, **options)
-
-
-def _mini_batches(run: Run, experience: Experience) -> list[Batch]:
-    """The batch split by prompts, in a way that does not depend on the number of ranks."""
-    num = run.recipe.algorithm.updates_per_batch
-    if num == 1:
-        return [experience.batch]
-    size = run.recipe.rollout.group_size
-    parts = []
-    for part in range(num):
-        chosen = [k for k, group in enumerate(experience.groups) if group.index % num == part]
-        parts.append(experience.batch.select([k * size + g for k in chosen for g in range(size)]))
-    return parts
-
-
 def sync(run: Run, step: int, folder: Path) -> dict[str, float]:
     """Send the policy's weights to the engine, and prove on a canary that it samples from them.
 
@@ -206,7 +131,7 @@ def sync(run: Run, step: int, folder: Path) -> dict[str, float]:
     synced = time.perf_counter()
     gap = run.engine.canary_gap if run.engine.canary_gap is not None else canary(run)
     tolerance = run.recipe.canary_tolerance
-    if gap > tolerance:
+    if not within(gap, tolerance):
         message = f"their log-probs of the canary differ by {gap:.3g}, allowed is {tolerance:g}."
         raise fail("R503", "sync", f"after version {policy.version} {message}")
     return {"time/sync": synced - started, "canary/gap": gap, "version": float(policy.version)}
@@ -222,11 +147,13 @@ def canary(run: Run) -> float:
     (completion,) = run.engine.generate([Request(prompt, seed=run.recipe.train.seed)], sampling)
     (trained,) = logprobs(run.policy.model, [[*prompt, *completion.tokens]], run.sampling.temperature)
     gap = (trained.cpu()[len(prompt) - 1 :] - torch.tensor(completion.logprobs)).abs().max()
-    return max(exchange(float(gap)))
+    return largest(exchange(float(gap)))
 
 
 def evaluate(run: Run, step: int) -> dict[str, float]:
-    """Mean reward and pass@k on held-out prompts, greedy or sampled; for SFT also its loss there.
+    """Mean rewards and pass@k on held-out prompts, greedy or sampled; for SFT also its loss there.
+
+    Rewards are what the functions say: penalties shape what is learned, and say nothing about how good it is.
 
     Collective: every rank.
     """
@@ -241,30 +168,27 @@ def evaluate(run: Run, step: int) -> dict[str, float]:
     with run.rewards.start() as pending:
         groups = sample_groups(run, mine, -1 - step, samples, sampling, pending)
         await_rewards(run, groups, pending)
-    rows = exchange([group.rewards for group in groups])[:: run.policy.model.sequence_parallel]
-    rewards = [group for row in rows for group in row]
-    flat = [reward for group in rewards for reward in group]
-    return found | {
-        "eval/reward": sum(flat) / len(flat),
-        f"eval/pass@{samples}": sum(max(group) >= 1.0 for group in rewards) / len(rewards),
-    }
+    return found | _evaluation_metrics(run, groups)
 
 
-def _step_metrics(updates: Sequence[Update]) -> dict[str, float]:
-    """The last update's numbers, and how many updates were made."""
-    steps = [step for each in updates for step in each.steps]
-    metrics = {
-        "updates": float(sum(each.policy.stepped for each in updates)),
-        "skipped": float(sum(not step.stepped for step in steps)),
-    }
-    if updates:
-        policy, critic = updates[-1].policy, updates[-1].critic
-        metrics |= policy.metrics
-        metrics |= {"loss/total": policy.loss, "grad_norm": policy.grad_norm, "lr": policy.lr}
-        if critic is not None:
-            metrics |= critic.metrics
-            metrics |= {"loss/value": critic.loss, "grad_norm/critic": critic.grad_norm}
-    return metrics
+def _evaluation_metrics(run: Run, groups: Sequence[Group]) -> dict[str, float]:
+    """Means over the held-out completions of all ranks. A prompt is passed if a completion has 1 of the first reward.
+
+    Collective: every rank.
+    """
+    mine = [[group.known(group.totals), group.known(group.parts), sum(group.failed)] for group in groups]
+    rows = exchange(mine)[:: run.policy.model.sequence_parallel]
+    every = [group for row in rows for group in row]
+    totals = [total for known, _, _ in every for total in known]
+    parts = [part for _, known, _ in every for part in known]
+    assert run.recipe.reward is not None
+    names = [spec.name for spec in run.recipe.reward.functions]
+    passed = [any(part[names[0]] >= 1.0 for part in known) for _, known, _ in every]
+    num = max(len(totals), 1)
+    metrics = {"eval/reward": sum(totals) / num}
+    metrics |= {f"eval/{name}": sum(part[name] for part in parts) / num for name in names}
+    metrics[f"eval/pass@{run.recipe.output.eval_samples}"] = sum(passed) / len(passed)
+    return metrics | {"eval/failed": float(sum(failed for _, _, failed in every))}
 
 
 def _make_loggers(recipe: Recipe, folder: Path, step: int) -> list[Logger]:

@@ -1,0 +1,51 @@
+"""Which tokens end a completion."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from shardproof.errors import fail
+from shardproof.foreign import read_json
+
+_GENERATION, _MODEL = "generation_config.json", "config.json"
+
+
+def find_stop_ids(folder: Path, config: PretrainedConfig, tokenizer: Any) -> tuple[int, ...]:
+    """The tokenizer's end of sequence, and the ends that the model's folder names; ids that cannot be drawn do not count.
+
+    A chat model may end its turns with a token of which only its generation config knows. Without that file the model's
+    own config is asked, as transformers does, but only for what is written there: what its class has for a default may be
+    any token of another tokenizer.
+    """
+    found = _as_ids(tokenizer.eos_token_id, "the tokenizer")
+    if (folder / _GENERATION).exists():
+        found |= _ids_in(_read(folder, _GENERATION), _GENERATION)
+    else:
+        stated = _read(folder, _MODEL)
+        found |= _ids_in(stated, _MODEL) | _ids_in(stated.get("text_config"), _MODEL)
+    size = config.get_text_config().vocab_size
+    return tuple(sorted(token for token in found if 0 <= token < size))
+
+
+def _read(folder: Path, name: str) -> dict[str, Any]:
+    value = read_json(folder / name, "data", inside=folder)
+    if not isinstance(value, dict):
+        raise fail("L103", "data", f"{name} holds a JSON {type(value).__name__}, expected an object.")
+    return value
+
+
+def _ids_in(section: Any, name: str) -> set[int]:
+    return _as_ids(section.get("eos_token_id"), name) if isinstance(section, dict) else set()
+
+
+def _as_ids(value: Any, where: str) -> set[int]:
+    values = value if isinstance(value, list) else [] if value is None else [value]
+    for each in values:
+        if not isinstance(each, int) or isinstance(each, bool):
+            raise fail(
+                "L103", "data", f"eos_token_id of {where} is {each!r}, expected an id or a list of ids."
+            )
+    return set(values)
