@@ -13,10 +13,14 @@ import typer
 from shardproof.config.load import from_json, load_recipe, to_json
 from shardproof.config.schema import Recipe
 from shardproof.doctor.commands import CountingCommand, doctor, estimate
-from shardproof.errors import ConfigError, ShardproofError
+from shardproof.errors import ConfigError, ShardproofError, error_for
+from shardproof.findings import Finding
 from shardproof.rl.stopping import STOP_EXIT_CODES, STOP_SIGNALS, Stopped
+from shardproof.text import printable, sanitise_logging
 
 _EXPLAINED = (2, 3)  # exit codes of ranks that print their findings
+_OF_THE_RECIPE = ("L101",)  # what is wrong in a recipe, though it is found where models are loaded
+_Resume = tuple[tuple[str, ...], int | None]  # the arguments of `Resume`
 _STOPPED = "stopped by a signal; the same command goes on"
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
@@ -27,6 +31,7 @@ app.command(cls=CountingCommand)(estimate)
 @app.callback()
 def main() -> None:
     """Sharded RL post-training in which every rank can prove what it holds."""
+    sanitise_logging()
 
 
 @app.command()
@@ -34,6 +39,13 @@ def train(
     recipe: Annotated[str, typer.Argument(help="a recipe, TOML")],
     overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value")] = None,
     dry_run: Annotated[bool, typer.Option(help="resolve and check everything, train nothing")] = False,
+    allow: Annotated[
+        list[str] | None, typer.Option(help="section.key that may change on resume; may be repeated")
+    ] = None,
+    from_step: Annotated[
+        int | None,
+        typer.Option("--from", help="go on from this step's checkpoint, not the newest; 0: begin again"),
+    ] = None,
     nnodes: Annotated[str, typer.Option(help="as torchrun's")] = "1",
     rdzv_endpoint: Annotated[str | None, typer.Option(help="HOST:PORT, for several nodes")] = None,
     rdzv_id: Annotated[
@@ -44,12 +56,14 @@ def train(
     """Train a recipe. The same command resumes it."""
     try:
         checked = load_recipe(recipe, overrides or [])
+        resume = (tuple(allow or ()), from_step)
         if dry_run:
-            _dry_run(checked, nnodes)
+            _dry_run(checked, resume, nnodes)
         elif "RANK" in os.environ:  # started by torchrun
-            run_rank(to_json(checked))
+            run_rank(to_json(checked), *resume)
         else:
-            _launch(checked, nnodes, rdzv_endpoint, rdzv_id, max_restarts)
+            _require_start(checked, resume, nnodes)
+            _launch(checked, resume, nnodes, rdzv_endpoint, rdzv_id, max_restarts)
     except ShardproofError as error:
         print(error, file=sys.stderr)
         raise SystemExit(exit_code_of(error)) from None
@@ -58,20 +72,47 @@ def train(
 def exit_code_of(error: ShardproofError) -> int:
     """2 for a recipe or data that cannot be used, 3 for a run that a finding stopped."""
     unusable, stopped = _EXPLAINED
-    return unusable if isinstance(error, ConfigError) else stopped
+    return unusable if isinstance(error, ConfigError) or error.code in _OF_THE_RECIPE else stopped
 
 
-def _dry_run(recipe: Recipe, nnodes: str) -> None:
-    """Print the resolved recipe; check its folder, data, rewards, checkpoint and layout. Nothing is written."""
-    from shardproof.rl.checks import check_folder, check_inputs, check_model
+def _dry_run(recipe: Recipe, resume: _Resume, nnodes: str) -> None:
+    """Print the resolved recipe, then everything that would stop its start. Nothing is written."""
+    from shardproof.dist.launch import node_range
+    from shardproof.rl.checks import check_inputs, check_model
+    from shardproof.rl.place import check_content, check_folder
+    from shardproof.rl.same_run import Resume
 
-    print(to_json(recipe))
-    check_folder(recipe)
-    inputs = check_inputs(recipe)
-    num_nodes, num_ranks = int(nnodes.partition(":")[0]), _num_ranks(recipe)
-    check_model(recipe, inputs.config, num_nodes * num_ranks)
-    found = f"{len(inputs.prompts)} prompts, {len(inputs.held_out)} held out"
-    print(f"{found}; {num_nodes} x {num_ranks} ranks; nothing is wrong", file=sys.stderr)
+    print(to_json(recipe), flush=True)
+    num_nodes, num_ranks = node_range(nnodes)[0], _num_ranks(recipe)
+    findings = _look_ahead(recipe, resume, nnodes)
+    summary = ""
+    try:
+        inputs = check_inputs(recipe)
+        summary = f"{len(inputs.prompts)} prompts, {len(inputs.held_out)} held out; "
+        check_model(recipe, inputs.config, num_nodes * num_ranks)
+        state = check_folder(recipe, Resume(*resume))
+        check_content(state, recipe, inputs.prompts, inputs.held_out, Resume(*resume))
+    except ShardproofError as error:
+        findings += [finding for finding in error.findings if finding not in findings]
+    if findings:
+        print(*findings, sep="\n", file=sys.stderr)
+        raise SystemExit(_EXPLAINED[0])
+    print(f"{summary}{num_nodes} x {num_ranks} ranks; nothing is wrong", file=sys.stderr)
+
+
+def _look_ahead(recipe: Recipe, resume: _Resume, nnodes: str) -> list[Finding]:
+    from shardproof.dist.launch import node_range
+    from shardproof.rl.preflight import Start, look_ahead
+    from shardproof.rl.same_run import Resume
+
+    return look_ahead(Start(recipe, _num_ranks(recipe), node_range(nnodes)[0], Resume(*resume)))
+
+
+def _require_start(recipe: Recipe, resume: _Resume, nnodes: str) -> None:
+    """Raise what would stop a start on this machine, before any rank is started."""
+    findings = _look_ahead(recipe, resume, nnodes)
+    if findings:
+        raise error_for(findings)
 
 
 def _num_ranks(recipe: Recipe) -> int:
@@ -80,7 +121,9 @@ def _num_ranks(recipe: Recipe) -> int:
     return recipe.train.ranks or max(torch.cuda.device_count(), 1)
 
 
-def _launch(recipe: Recipe, nnodes: str, endpoint: str | None, run_id: str | None, max_restarts: int) -> None:
+def _launch(
+    recipe: Recipe, resume: _Resume, nnodes: str, endpoint: str | None, run_id: str | None, max_restarts: int
+) -> None:
     """Start this node's ranks. Signals reach them through the agent, which waits until they have saved."""
     from torch.distributed.elastic.multiprocessing import SignalException
 
@@ -91,6 +134,7 @@ def _launch(recipe: Recipe, nnodes: str, endpoint: str | None, run_id: str | Non
         start_ranks(
             run_rank,
             to_json(recipe),
+            *resume,
             num_ranks=_num_ranks(recipe),
             nnodes=nnodes,
             rdzv_endpoint=endpoint,
@@ -110,7 +154,7 @@ def _launch(recipe: Recipe, nnodes: str, endpoint: str | None, run_id: str | Non
         if error.exit_code in STOP_EXIT_CODES:  # a signal to a rank, or to another node
             print(_STOPPED, file=sys.stderr)
         elif error.exit_code not in _EXPLAINED:
-            print(f"rank {error.rank} failed with {error}", file=sys.stderr)
+            print(printable(f"rank {error.rank} failed with {error}"), file=sys.stderr)
         raise SystemExit(error.exit_code if error.exit_code > 0 else 1) from None
 
 
@@ -119,15 +163,19 @@ def _said_enough(record: logging.LogRecord) -> bool:
     return not any(f"(exitcode: {code})" in record.getMessage() for code in (*_EXPLAINED, *STOP_EXIT_CODES))
 
 
-def run_rank(recipe_json: str) -> dict[str, float]:
+def run_rank(recipe_json: str, allow: tuple[str, ...] = (), from_step: int | None = None) -> dict[str, float]:
     """One rank's run."""
+    sanitise_logging()
     import torch.distributed as dist
 
     from shardproof.dist.launch import shut_down
     from shardproof.rl.loop import train as run_recipe
+    from shardproof.rl.same_run import Resume
 
     try:
-        return run_recipe(from_json(recipe_json))
+        # Ranks that are started again go on from their own newest checkpoint.
+        again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+        return run_recipe(from_json(recipe_json), resume=Resume(allow, None if again else from_step))
     except Stopped as stop:
         # An exit, not a return: an agent that got a signal too no longer reads what its ranks return.
         raise SystemExit(128 + stop.number) from None

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from shardproof.config.load import from_json, load_recipe, to_json
 from shardproof.config.schema import Recipe
+from shardproof.text import printable
 
 SHOWN = ("model.embed_tokens.weight", "model.layers.0.mlp.gate_proj.weight", "model.rotary_emb.inv_freq")
 
@@ -50,7 +51,7 @@ def print_attestation(recipe: Recipe) -> None:
         if rank == dist.get_rank():
             print(f"\nrank {rank}: {policy.receipt}")
             for name in SHOWN:
-                print(f"  {name}\n    <- {policy.provenance[name]}")
+                print(printable(f"  {name}\n    <- {policy.provenance[name]}"))
             sys.stdout.flush()
     dist.barrier()
     if dist.get_rank() == 0:
@@ -69,9 +70,7 @@ def print_outcome(recipe: Recipe, seconds: float) -> None:
     print(f"\n{recipe.algorithm.name}, {len(rewards)} steps, {recipe.train.ranks} ranks, {seconds:.0f} s")
     print(f"mean reward of sampled answers: {first:.2f} in the first five steps, {last:.2f} in the last five")
     if held_out:
-        print(
-            f"held-out prompts, greedy: {held_out[0]:.2f} before the first step, {held_out[-1]:.2f} after the last"
-        )
+        print(f"held-out prompts, greedy: {held_out[0]:.2f} before the first step, {held_out[-1]:.2f} after the last")
     print(f"report: {folder / 'report.html'}")
     print(f"model:  {folder / 'model'}")
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from shardproof.text import printable
+
 # Every code the project can report: a title for docs/faults.md and the remedy that closes each message.
 CODES: dict[str, tuple[str, str]] = {
     "C001": ("a setting has an unknown or impossible value", "use one of the values listed"),
@@ -88,7 +90,8 @@ class Finding:
     def __str__(self) -> str:
         where = f"rank {self.rank}: " if self.rank is not None else ""
         fix = self.fix or CODES[self.code][1]
-        return f"{self.code} {self.stage}: {where}{self.message}\nFix: {fix}; see docs/faults.md#{self.code.lower()}"
+        text = f"{self.code} {self.stage}: {where}{self.message}\nFix: {fix}; see docs/faults.md#{self.code.lower()}"
+        return printable(text)  # names and values in it may be a stranger's
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import unicodedata
 
 # Cc: control characters, which begin escape sequences. Cs: halves of surrogate pairs, which no terminal can be sent.
@@ -20,6 +21,19 @@ def printable(text: object, limit: int | None = None) -> str:
     if shown.isprintable() and shown.isascii():
         return shown
     return "".join(_escaped(character) for character in shown)
+
+
+class _PrintableRecord(logging.LogRecord):
+    """A log record whose message a terminal shows and does not obey."""
+
+    def getMessage(self) -> str:
+        return printable(super().getMessage())
+
+
+def sanitise_logging() -> None:
+    """Make every log line of this process printable, those of libraries that quote a stranger's files too."""
+    if logging.getLogRecordFactory() is logging.LogRecord:  # a factory that somebody else set is theirs
+        logging.setLogRecordFactory(_PrintableRecord)
 
 
 def _escaped(character: str) -> str:

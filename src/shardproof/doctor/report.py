@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from shardproof.doctor.results import Buffer, Examination, Report
+from shardproof.text import printable
 
 ESTIMATED = (
     "parameters",
@@ -30,13 +31,13 @@ MAX_BUFFERS, MAX_RANKS = 6, 8  # more than these are shown by the first and the 
 def print_report(report: Report, console: Console | None = None) -> None:
     """Facts, stages and buffers of each layout, then every finding with its fix."""
     console = console or Console(width=None if Console().is_terminal else 140)
-    console.print(f"[bold]shardproof doctor[/] {escape(report.label)}")
-    console.print(escape(", ".join(f"{name} {value}" for name, value in report.facts.items())), style="dim")
+    console.print(Text.assemble(("shardproof doctor ", "bold"), plain(report.label)))
+    console.print(plain(", ".join(f"{name} {value}" for name, value in report.facts.items()), "dim"))
     for examination in report.examinations:
         console.print()
         console.print(stage_table(examination))
         if examination.refused is not None:
-            console.print(f"refused by name: {escape(str(examination.refused))}", style="yellow")
+            console.print(plain(f"refused by name: {examination.refused}", "yellow"))
         if examination.buffers:
             console.print(buffer_table(examination.buffers))
     print_findings(report, console)
@@ -45,7 +46,7 @@ def print_report(report: Report, console: Console | None = None) -> None:
 def print_matrix(report: Report, console: Console | None = None) -> None:
     """One line a layout: safe, refused by name, or what was found."""
     console = console or Console(width=None if Console().is_terminal else 140)
-    table = Table(title=f"layouts of {escape(report.label)}", title_justify="left")
+    table = Table(title=plain(f"layouts of {report.label}"), title_justify="left")
     for head in ("layout", "verdict", "seconds", "peak MiB", "why"):
         table.add_column(head, justify="right" if head in ("seconds", "peak MiB") else "left")
     for row in report.examinations:
@@ -56,11 +57,11 @@ def print_matrix(report: Report, console: Console | None = None) -> None:
             row.refused.message if row.refused is not None else "; ".join(f.message for f in row.findings[:2])
         )
         table.add_row(
-            escape(row.layout),
-            f"[{colour}]{verdict}[/]",
+            plain(row.layout),
+            plain(verdict, colour),
             f"{seconds:.1f}",
             f"{peak / 2**20:.0f}",
-            escape(why),
+            plain(why),
         )
     console.print(table)
     print_findings(report, console)
@@ -77,21 +78,22 @@ def print_findings(report: Report, console: Console) -> None:
     console.print()
     for examination in report.examinations:
         for finding in examination.findings:
-            console.print(f"[red]{escape(str(finding))}[/]\n[dim]  in {escape(examination.layout)}[/]")
+            console.print(plain(finding, "red"))
+            console.print(plain(f"  in {examination.layout}", "dim"))
     count = report.num_findings
     colour = "red" if count else "green"
     console.print(f"[{colour}]{count} findings[/] in {report.seconds:.1f} s")
 
 
 def stage_table(examination: Examination) -> Table:
-    table = Table(title=escape(examination.layout), title_justify="left")
+    table = Table(title=plain(examination.layout), title_justify="left")
     for head in ("stage", "seconds", "peak MiB", "findings", "what"):
         table.add_column(head, justify="right" if head in ("seconds", "peak MiB") else "left")
     for stage in examination.stages:
         colour = "red" if stage.findings else "green"
         peak = f"{stage.peak_bytes / 2**20:.1f}"
         table.add_row(
-            stage.name, f"{stage.seconds:.2f}", peak, f"[{colour}]{stage.verdict}[/]", escape(stage.note)
+            plain(stage.name), f"{stage.seconds:.2f}", peak, plain(stage.verdict, colour), plain(stage.note)
         )
     return table
 
@@ -111,11 +113,11 @@ def buffer_table(buffers: Sequence[Buffer]) -> Table:
         if buffer.name in shown and buffer.rank in ranks:
             colour = "red" if buffer.num_nan else "default"
             table.add_row(
-                escape(buffer.name),
+                plain(buffer.name),
                 str(buffer.rank),
-                buffer.dtype,
-                str(tuple(buffer.shape)),
-                f"[{colour}]{buffer.num_nan}[/]",
+                plain(buffer.dtype),
+                plain(tuple(buffer.shape)),
+                plain(buffer.num_nan, colour),
                 first_values(buffer),
             )
     return table
@@ -125,8 +127,8 @@ def print_estimates(label: str, layout: str, num_tokens: int, rows: Sequence[Any
     """Bytes of one rank by kind; a column for each number of ranks."""
     console = Console(width=None if Console().is_terminal else 140)
     unit, size = ("GiB", 2**30) if max(row.peak for row in rows) >= 2**30 else ("MiB", 2**20)
-    title = f"{escape(label)}: {unit} a rank, {escape(layout)}, micro-batches of {num_tokens} tokens"
-    table = Table(title=title, title_justify="left")
+    title = f"{label}: {unit} a rank, {layout}, micro-batches of {num_tokens} tokens"
+    table = Table(title=plain(title), title_justify="left")
     table.add_column("ranks")
     for row in rows:
         table.add_column(str(row.ranks), justify="right")
@@ -136,6 +138,11 @@ def print_estimates(label: str, layout: str, num_tokens: int, rows: Sequence[Any
     console.print(table)
     if not rows[0].counted:
         console.print("activations are estimated from the config: this model cannot run on the meta device")
+
+
+def plain(text: object, style: str = "") -> Text:
+    """Text that the console shows as it is: no escape sequence, no markup and no highlighting in it takes effect."""
+    return Text(printable(text), style)
 
 
 def shorten(items: Sequence[Any], limit: int) -> list[Any]:

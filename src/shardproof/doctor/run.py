@@ -27,6 +27,7 @@ from shardproof.doctor.request import Layout, Request, config_file
 from shardproof.doctor.results import Examination, Report, Stage
 from shardproof.errors import ConfigError, ShardproofError
 from shardproof.shard.memory import PeakMemory
+from shardproof.text import sanitise_logging
 
 # After these the ranks' connections are gone, and nothing more can be asked of them.
 _LOST = {"T308", "E406"}
@@ -63,6 +64,7 @@ def _layouts(request: Request, folder: str) -> Sequence[Layout]:
 
 def run_rank(request_json: str, progress: str | None = None) -> dict[str, Any]:
     """One rank's examination, as the launcher starts it."""
+    sanitise_logging()
     request = Request.from_json(json.loads(request_json))
     try:
         return examine(request, Path(progress) if progress else None).to_json()

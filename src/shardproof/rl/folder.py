@@ -2,53 +2,210 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from shardproof.config.load import to_json
 from shardproof.config.schema import Recipe
-from shardproof.dist.collectives import exchange
-from shardproof.export.folders import list_checkpoints
+from shardproof.dist.collectives import exchange, together
+from shardproof.errors import ShardproofError, error_for, fail
 from shardproof.export.pretrained import save_pretrained
-from shardproof.export.state import resume, save_checkpoint
-from shardproof.rl.checks import CONFIG_NAME, check_folder
+from shardproof.export.state import resume as resume_checkpoint
+from shardproof.export.state import save_checkpoint
+from shardproof.files import FolderLock, append_line, replace_folder
 from shardproof.rl.experience import Experience
-from shardproof.rl.loggers import EVENTS_NAME, SAMPLES_NAME, append_line
+from shardproof.rl.loggers import (
+    EVENTS_NAME,
+    LINES,
+    SAMPLES_NAME,
+    JsonLines,
+    Logger,
+    Progress,
+    TensorBoard,
+    supersede,
+)
+from shardproof.rl.place import (
+    CRITIC,
+    MODEL,
+    POLICY,
+    State,
+    check_content,
+    check_folder,
+    checkpoint_steps,
+    write_settings,
+)
 from shardproof.rl.report import write_report
+from shardproof.rl.same_run import Resume, take_digests
 from shardproof.rl.setup import Run
+from shardproof.text import printable
 
-_POLICY, _CRITIC, _MODEL = "checkpoints", "critic", "model"
-
-
-def claim_folder(folder: Path, recipe: Recipe) -> None:
-    """Make the run's folder, or check that it is this recipe's. Only rank 0 writes."""
-    check_folder(recipe)
-    if dist.get_rank() == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-        # Whole or not at all: the other ranks may be reading it.
-        partial = folder / f"{CONFIG_NAME}.partial"
-        partial.write_text(to_json(recipe))
-        partial.replace(folder / CONFIG_NAME)
+SUPERSEDED = "superseded-"  # checkpoints that a run went back behind
+_DAMAGED = ("E407", "E409")
 
 
-def go_on(run: Run, folder: Path) -> int:
-    """Load the last checkpoint, if there is one; returns the number of steps taken. Collective: every rank."""
-    checkpoints = folder / _POLICY
-    found = list_checkpoints(checkpoints) if checkpoints.is_dir() else []
+class RunFolder:
+    """One run's claim on its folder, and what rank 0 writes there.
+
+    Rank 0 alone writes lines, so an error of its disk must not end it alone: `problem` keeps the first one until
+    `end_step` tells every rank.
+    """
+
+    def __init__(self, recipe: Recipe, resume: Resume | None = None):
+        self.recipe, self.resume = recipe, resume or Resume()
+        self.path = Path(recipe.output.folder)
+        self.problem: str | None = None
+        self.outputs: list[Logger] = []
+        self._state = State()
+        self._lock: FolderLock | None = None
+
+    def claim(self) -> None:
+        """Check that the folder is this run's, or may be, and lock it. Only rank 0 looks and writes."""
+        if dist.get_rank() != 0:
+            return
+        check_folder(self.recipe, self.resume)
+        lock = FolderLock(self.path)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            lock.acquire("output")
+            self._lock = lock
+            # Once more: until now another run may have been at work here.
+            self._state = check_folder(self.recipe, self.resume)
+            if self.resume.from_step is not None:
+                self._rewind(self.resume.from_step)
+            if not self._state.is_used:
+                write_settings(self.path, self.recipe, {})
+        except OSError as error:
+            message = f"{self.path} cannot be written: {error.strerror or error}."
+            raise fail(
+                "C007", "output", message, fix="use an output.folder that this user may write"
+            ) from error
+
+    def check_content(self, run: Run) -> None:
+        """Raise if data or models hold other things than when the run was begun. Only rank 0 looks."""
+        if dist.get_rank() == 0:
+            check_content(self._state, self.recipe, run.prompts, run.held_out, self.resume)
+
+    def begin(self, run: Run, step: int, loggers: Sequence[Logger]) -> None:
+        """Make the folder this part's: its settings, and its lines up to `step`. Only rank 0 writes."""
+        if dist.get_rank() != 0:
+            return
+        self.outputs = [*loggers]
+        try:
+            recipe = self.recipe
+            self.outputs += [JsonLines(self.path, step), Progress(recipe.train.steps, step)]
+            if recipe.output.tensorboard:
+                self.outputs.append(TensorBoard(self.path))
+            write_settings(self.path, recipe, take_digests(recipe, run.prompts, run.held_out))
+        except OSError as error:
+            raise _unwritten(f"{error.filename or self.path}: {error.strerror or error}") from error
+
+    def _rewind(self, step: int) -> None:
+        """Put aside what is later than a step, under names that say so: neither a restart nor a resume prefers it."""
+        for root in (self.path / POLICY, self.path / CRITIC):
+            for later in checkpoint_steps(root):
+                if later > step:
+                    name = f"step-{later:08d}"
+                    replace_folder(root / name, root / f"{SUPERSEDED}{name}")
+                    self.note(step, "superseded", f"{root.name}/{name} is now {root.name}/{SUPERSEDED}{name}")
+        for name in LINES:
+            supersede(self.path / name, step)
+
+    def note(self, step: int, kind: str, text: str) -> None:
+        """Add an event: a receipt, a finding, a skipped step, a reward that failed."""
+        self.append(EVENTS_NAME, {"step": step, "kind": kind, "text": text})
+
+    def append(self, name: str, line: dict[str, Any]) -> None:
+        """Add a line to one of the run's files. Only rank 0 writes."""
+        if dist.get_rank() == 0:
+            try:
+                append_line(self.path / name, line)
+            except OSError as error:
+                self._keep(f"{name}: {error.strerror or error}")
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """Hand a step's metrics to every logger."""
+        for each in self.outputs:
+            try:
+                each.log(step, metrics)
+            except Exception as error:  # a logger may be the user's
+                self._keep(f"{type(each).__name__}: {type(error).__name__}: {error}")
+
+    def end_step(self, number: int) -> int:
+        """The largest of the ranks' signal numbers, 0 for none; raises if rank 0 could not write the step's lines.
+
+        Collective: every rank.
+        """
+        rows = exchange([number, self.problem])
+        problem = next((text for _, text in rows if text is not None), None)
+        if problem is not None:
+            raise _unwritten(problem)
+        return max(each for each, _ in rows)
+
+    def close_outputs(self) -> None:
+        outputs, self.outputs = self.outputs, []
+        for each in outputs:
+            try:
+                each.close()
+            except Exception as error:
+                self._keep(f"{type(each).__name__}: {type(error).__name__}: {error}")
+
+    def release(self) -> None:
+        """Give the folder up."""
+        self.close_outputs()
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+    def _keep(self, problem: str) -> None:
+        self.problem = self.problem or problem
+
+
+def _unwritten(problem: str) -> ShardproofError:
+    fix = "free space or repair the folder; the same command then goes on from the last checkpoint"
+    return fail("E408", "output", f"the run's lines could not be written: {problem}.", rank=0, fix=fix)
+
+
+def go_on(run: Run, folder: RunFolder) -> int:
+    """Load the last checkpoint, or the one that was asked for; returns the number of steps taken.
+
+    Collective: every rank.
+    """
+    with together("output"):
+        folder.check_content(run)
+    chosen = folder.resume.from_step
+    found = checkpoint_steps(folder.path / POLICY) if chosen is None else (chosen,) * bool(chosen)
     if not any(exchange(bool(found))):
         return 0
     policy, critic = run.policy, run.critic
-    extra = resume(checkpoints, policy.model, policy.optimizer, policy.scheduler)
-    if critic is not None:
-        name = f"step-{extra['step']:08d}"
-        resume(folder / _CRITIC, critic.model, critic.optimizer, critic.scheduler, name)
+    which = "latest" if chosen is None else f"step-{chosen:08d}"
+    try:
+        extra = resume_checkpoint(
+            folder.path / POLICY, policy.model, policy.optimizer, policy.scheduler, which
+        )
+        if critic is not None:
+            name = f"step-{extra['step']:08d}"
+            resume_checkpoint(folder.path / CRITIC, critic.model, critic.optimizer, critic.scheduler, name)
+    except ShardproofError as error:
+        raise _with_older(error, found) from error
     run.stream.position = extra["position"]
     return int(extra["step"])
 
 
-def save(run: Run, folder: Path, step: int) -> None:
+def _with_older(error: ShardproofError, steps: Sequence[int]) -> ShardproofError:
+    """The error of a damaged checkpoint, with the older ones that can be taken instead."""
+    older = ", ".join(map(str, reversed(steps[:-1])))
+    fix = f"take an older checkpoint with --from STEP; there are steps {older}" if older else None
+    if fix is None or error.code not in _DAMAGED:
+        return error
+    return error_for([replace(finding, fix=fix) for finding in error.findings])
+
+
+def save(run: Run, folder: RunFolder, step: int) -> None:
     """Checkpoint everything. The policy's is written last: it is the one that says a step is complete.
 
     Collective: every rank.
@@ -56,27 +213,34 @@ def save(run: Run, folder: Path, step: int) -> None:
     keep, policy, critic = run.recipe.output.keep, run.policy, run.critic
     if critic is not None:
         save_checkpoint(
-            folder / _CRITIC, critic.model, critic.optimizer, critic.scheduler, step=step, keep=keep + 1
+            folder.path / CRITIC, critic.model, critic.optimizer, critic.scheduler, step=step, keep=keep + 1
         )
     extra = {"step": step, "position": run.stream.position}
     save_checkpoint(
-        folder / _POLICY, policy.model, policy.optimizer, policy.scheduler, extra, step=step, keep=keep
+        folder.path / POLICY, policy.model, policy.optimizer, policy.scheduler, extra, step=step, keep=keep
     )
 
 
-def save_model(run: Run, folder: Path, step: int) -> None:
+def save_model(run: Run, folder: RunFolder, step: int) -> None:
     """Write the final model, once a run is complete. Collective: every rank."""
     name = run.recipe.output.model_dtype
     dtype = "checkpoint" if name is None else getattr(torch, name)
-    note(folder, step, "receipt", str(save_pretrained(run.policy.model, folder / _MODEL, dtype)))
+    folder.note(step, "receipt", str(save_pretrained(run.policy.model, folder.path / MODEL, dtype)))
 
 
-def report(folder: Path) -> None:
-    if dist.get_rank() == 0:
-        write_report(folder)
+def report(folder: RunFolder, step: int) -> None:
+    """Write the page of the run. A page that cannot be made costs a line, not the run."""
+    if dist.get_rank() != 0:
+        return
+    try:
+        write_report(folder.path)
+    except Exception as error:
+        text = f"report.html was not written: {type(error).__name__}: {error}"
+        folder.note(step, "report", text)
+        print(printable(text), file=sys.stderr)
 
 
-def write_samples(run: Run, experience: Experience, folder: Path, step: int) -> None:
+def write_samples(run: Run, experience: Experience, folder: RunFolder, step: int) -> None:
     """Keep some of the step's completions with their rewards."""
     if dist.get_rank() != 0:
         return
@@ -86,10 +250,9 @@ def write_samples(run: Run, experience: Experience, folder: Path, step: int) -> 
         for text, reward, parts in zip(group.texts, group.rewards, group.parts, strict=True)
     ]
     for line in lines[: run.recipe.output.samples_per_step]:
-        append_line(folder / SAMPLES_NAME, line)
+        folder.append(SAMPLES_NAME, line)
 
 
-def note(folder: Path, step: int, kind: str, text: str) -> None:
+def note(folder: RunFolder, step: int, kind: str, text: str) -> None:
     """Add an event: a receipt, a finding, a skipped step, a reward that failed."""
-    if dist.get_rank() == 0:
-        append_line(folder / EVENTS_NAME, {"step": step, "kind": kind, "text": text})
+    folder.note(step, kind, text)
