@@ -112,7 +112,8 @@ def run_with_version(recipe: str, version: str) -> dict[str, float]:
     """A run in which rank 1 has another transformers."""
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
-            patch.setattr(transformers, "__version__", version)
+            # Not the imported name: transformers puts another module into its place while it is imported.
+            patch.setattr(sys.modules["transformers"], "__version__", version)
         return run_recipe(recipe)
 
 
