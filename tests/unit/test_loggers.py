@@ -7,7 +7,9 @@ import pty
 import re
 import sys
 
-from shardproof.rl.loggers import JsonLines, Progress
+import pytest
+
+from shardproof.rl.loggers import JsonLines, Progress, read_lines, supersede
 
 METRICS = {
     "reward/mean": 0.5,
@@ -30,6 +32,45 @@ def test_a_resumed_run_drops_what_it_takes_again_and_goes_on_with_the_clock(tmp_
     assert [line["step"] for line in found] == [1, 2, 3]
     assert found[2]["time"] >= 200.0
     assert found[2]["metrics"] == {"reward/mean": 1.0, "grad_norm": None}, "infinity is not JSON"
+    aside = (tmp_path / "metrics.superseded.jsonl").read_text().splitlines()
+    assert aside == [json.dumps(before[2]), '{"step": 4, "ti'], "what was taken again is not lost"
+
+
+def test_a_history_that_is_damaged_stops_no_resume_and_stays(tmp_path):
+    path = tmp_path / "samples.jsonl"
+    odd = [b"\xff\xfe", b"[1]", b'{"step": "3"}', b"[" * 20000]
+    kept = '{"step": 1, "completion": "a\u2028b"}'.encode()
+    path.write_bytes(b"\n".join([kept, *odd]))
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1, "time": null}\n\xff\n')
+    JsonLines(tmp_path, first_step=1)
+    assert path.read_bytes() == kept + b"\n"
+    assert (tmp_path / "samples.superseded.jsonl").read_bytes() == b"".join(line + b"\n" for line in odd)
+    assert read_lines(tmp_path / "metrics.jsonl") == [{"step": 1, "time": None}]
+
+
+def test_a_history_is_in_one_of_the_files_at_every_instant(tmp_path, monkeypatch):
+    path = tmp_path / "metrics.jsonl"
+    lines = [json.dumps({"step": step}) for step in (1, 2, 3)]
+    path.write_text("".join(f"{line}\n" for line in lines))
+
+    def full(*_: object) -> None:
+        found = path.read_text() + (tmp_path / "metrics.superseded.jsonl").read_text()
+        assert all(line in found for line in lines)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("shardproof.rl.loggers.write_atomic", full)
+    with pytest.raises(OSError):
+        supersede(path, 1)
+    assert path.read_text().splitlines() == lines
+
+
+def test_a_terminal_that_is_gone_does_not_end_a_run(monkeypatch):
+    with contextlib.suppress(OSError), open("/dev/full", "w") as full:  # closing it fails too
+        monkeypatch.setattr(sys, "stderr", full)
+        try:
+            Progress(num_steps=10, first_step=4).log(5, METRICS)
+        except OSError as error:
+            pytest.fail(f"the run would end with {error}")
 
 
 def test_without_a_terminal_each_step_is_a_line(capsys):

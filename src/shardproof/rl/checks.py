@@ -1,8 +1,7 @@
-"""What can be known about a run before any rank starts: its data, rewards, model files and folder."""
+"""What can be known about a run before any rank starts: its data, rewards and model files."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 from transformers import AutoTokenizer, PretrainedConfig
 
 from shardproof.checkpoint.source import find_folder, read_config, resolve_folder
-from shardproof.config.load import to_json
 from shardproof.config.schema import Model, Recipe
 from shardproof.errors import fail
 from shardproof.model.families import check_sequence_parallel, max_positions
@@ -21,16 +19,6 @@ from shardproof.rl.data import Prompt, encode_completions, encode_prompts, load_
 from shardproof.rl.reward_functions import find_reward
 from shardproof.rl.stop_ids import find_stop_ids
 from shardproof.shard.plan import plan_shards
-
-CONFIG_NAME = "config.json"
-# Settings that may change between the parts of one run.
-_MAY_CHANGE = {
-    ("train", "steps"),
-    ("train", "ranks"),
-    ("rollout", "vllm"),  # where a server runs and how long it is waited for
-    ("output", "save_every"),
-    ("output", "keep"),
-}
 
 
 @dataclass(frozen=True)
@@ -83,36 +71,6 @@ def make_lora(model: Model) -> Any:
     from peft import LoraConfig
 
     return LoraConfig(r=model.lora.r, lora_alpha=model.lora.alpha, target_modules=model.lora.target_modules)
-
-
-def check_folder(recipe: Recipe) -> None:
-    """Raise if the run's folder was begun by another recipe."""
-    folder = Path(recipe.output.folder)
-    if folder.exists() and not folder.is_dir():
-        raise fail("C006", "output", f"{folder} is a file.", fix="use another output.folder")
-    path = folder / CONFIG_NAME
-    if not path.exists():
-        return
-    try:
-        before = json.loads(path.read_text())
-    except ValueError as error:
-        raise fail("C006", "output", f"{path} is not a run's settings: {error}.") from error
-    odd = changed_settings(before, json.loads(to_json(recipe)))
-    if odd:
-        raise fail("C006", "output", f"{folder} was begun with other settings: {', '.join(odd)}.")
-
-
-def changed_settings(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Keys that differ between two resolved recipes and may not, dotted."""
-    odd = []
-    for section in dict.fromkeys([*before, *now]):
-        old, new = before.get(section) or {}, now.get(section) or {}
-        odd += [
-            f"{section}.{key}"
-            for key in dict.fromkeys([*old, *new])
-            if (section, key) not in _MAY_CHANGE and old.get(key) != new.get(key)
-        ]
-    return odd
 
 
 def _model_folder(path: str) -> Path:

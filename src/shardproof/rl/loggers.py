@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import os
 import sys
 import time
 from pathlib import Path
 from typing import Any, Protocol
 
+from shardproof.files import append_line, write_atomic
+
 METRICS_NAME, SAMPLES_NAME, EVENTS_NAME = "metrics.jsonl", "samples.jsonl", "events.jsonl"
+LINES = (METRICS_NAME, SAMPLES_NAME, EVENTS_NAME)
 
 
 class Logger(Protocol):
@@ -21,7 +26,7 @@ class Logger(Protocol):
 
 
 class JsonLines:
-    """`metrics.jsonl`: one line a step. Lines of steps that a resumed run takes again are dropped.
+    """`metrics.jsonl`: one line per step. Lines of steps that a resumed run takes again are moved aside.
 
     `time` is the seconds that the run has taken so far, over all of its parts.
     """
@@ -29,11 +34,12 @@ class JsonLines:
     def __init__(self, folder: Path, first_step: int):
         self._path = folder / METRICS_NAME
         # Step 0 is an evaluation, which a run that begins again makes again.
-        _drop_from(self._path, first_step or -1)
+        supersede(self._path, first_step or -1)
         for name in (SAMPLES_NAME, EVENTS_NAME):
-            _drop_from(folder / name, first_step)
-        lines = self._path.read_text().splitlines() if self._path.exists() else []
-        self._start = time.time() - (float(json.loads(lines[-1])["time"]) if lines else 0.0)
+            supersede(folder / name, first_step)
+        times = [line.get("time") for line in read_lines(self._path)]
+        taken = [each for each in times if isinstance(each, (int, float))]
+        self._start = time.time() - (taken[-1] if taken else 0.0)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
@@ -62,7 +68,7 @@ class TensorBoard:
 
 
 class Progress:
-    """A live line on a terminal, a plain line a step elsewhere: step, the main metrics, time left."""
+    """A live line on a terminal, a plain line per step elsewhere: step, the main metrics, time left."""
 
     _SHOWN = (
         ("reward/mean", "reward {:.3f}"),
@@ -102,27 +108,46 @@ class Progress:
         if step > self._first:
             seconds = (time.time() - self._start) / (step - self._first) * (self._num_steps - step)
             left = f"  left {seconds:.0f} s"
-        print(f"step {step}/{self._num_steps}  {shown}{left}", file=sys.stderr, flush=True)
+        # A terminal that is gone must not end a run.
+        with contextlib.suppress(OSError):
+            print(f"step {step}/{self._num_steps}  {shown}{left}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
         if self._live is not None:
             self._live.stop()
 
 
-def append_line(path: Path, value: dict[str, Any]) -> None:
-    """Add one JSON object as a line."""
-    with path.open("a") as file:
-        file.write(json.dumps(value) + "\n")
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects with a step in a run's JSONL file, none if it is missing. Torn and foreign lines are left out."""
+    return [line for raw in _raw_lines(path) if (line := _parse(raw)) is not None]
 
 
-def _drop_from(path: Path, first_step: int) -> None:
-    if path.exists():
-        lines = [line for line in path.read_text().splitlines() if _step_of(line) <= first_step]
-        path.write_text("".join(f"{line}\n" for line in lines))
+def supersede(path: Path, first_step: int) -> None:
+    """Move lines of steps after `first_step`, and torn ones, to the end of `*.superseded.jsonl` beside the file.
+
+    A kill in between leaves a line in both files, never in none.
+    """
+    kept: list[bytes] = []
+    moved: list[bytes] = []
+    for raw in _raw_lines(path):
+        line = _parse(raw)
+        (kept if line is not None and line["step"] <= first_step else moved).append(raw)
+    if moved:
+        with path.with_suffix(f".superseded{path.suffix}").open("ab") as file:
+            file.write(b"".join(raw + b"\n" for raw in moved))
+            file.flush()
+            os.fsync(file.fileno())
+        write_atomic(path, b"".join(raw + b"\n" for raw in kept))
 
 
-def _step_of(line: str) -> int:
+def _raw_lines(path: Path) -> list[bytes]:
+    # Bytes, split at line feeds alone: text may hold U+2028, and a damaged file what is not UTF-8.
+    return [line for line in path.read_bytes().split(b"\n") if line.strip()] if path.is_file() else []
+
+
+def _parse(raw: bytes) -> dict[str, Any] | None:
     try:
-        return int(json.loads(line)["step"])
-    except (ValueError, KeyError):
-        return sys.maxsize  # a line that a kill cut short
+        line = json.loads(raw)
+    except (ValueError, RecursionError):
+        return None
+    return line if isinstance(line, dict) and isinstance(line.get("step"), int) else None

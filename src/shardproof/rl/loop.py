@@ -5,10 +5,8 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from shardproof.bounds import largest, within
 from shardproof.config.schema import Recipe
@@ -17,9 +15,10 @@ from shardproof.dist.launch import init_distributed
 from shardproof.errors import fail
 from shardproof.rl.agreement import agree_on
 from shardproof.rl.experience import Group, await_rewards, collect, sample_groups
-from shardproof.rl.folder import claim_folder, go_on, note, report, save, save_model, write_samples
+from shardproof.rl.folder import RunFolder, go_on, note, report, save, save_model, write_samples
 from shardproof.rl.imitation import demonstrate, held_out_loss
-from shardproof.rl.loggers import JsonLines, Logger, Progress, TensorBoard
+from shardproof.rl.loggers import Logger
+from shardproof.rl.same_run import Resume
 from shardproof.rl.setup import Run, set_up
 from shardproof.rl.stopping import StopFlag, Stopped
 from shardproof.rl.updates import step_metrics, update
@@ -29,18 +28,25 @@ from shardproof.train.score import logprobs
 _CANARY_TOKENS = 8
 
 
-def train(recipe: Recipe, loggers: Sequence[Logger] = ()) -> dict[str, float]:
+def train(recipe: Recipe, loggers: Sequence[Logger] = (), resume: Resume | None = None) -> dict[str, float]:
     """Run a recipe on this rank, from its start or from its last checkpoint; returns the last step's metrics.
 
     SIGTERM and SIGINT save and raise `Stopped` on every rank; the same recipe then goes on.
 
     Collective: every rank.
     """
-    folder = Path(recipe.output.folder)
     init_distributed()
-    agree_on(recipe)
-    with together("output"):
-        claim_folder(folder, recipe)
+    agree_on(recipe, options=resume)
+    folder = RunFolder(recipe, resume)
+    try:
+        with together("output"):
+            folder.claim()
+        return _run(recipe, folder, loggers)
+    finally:
+        folder.release()
+
+
+def _run(recipe: Recipe, folder: RunFolder, loggers: Sequence[Logger]) -> dict[str, float]:
     with StopFlag() as stop:
         run = set_up(recipe)
         gc.freeze()  # what is there now stays; looking through it for garbage in every step is in vain
@@ -53,44 +59,41 @@ def train(recipe: Recipe, loggers: Sequence[Logger] = ()) -> dict[str, float]:
                 run.rewards.close()
 
 
-def _train(run: Run, folder: Path, stop: StopFlag, loggers: Sequence[Logger]) -> dict[str, float]:
+def _train(run: Run, folder: RunFolder, stop: StopFlag, loggers: Sequence[Logger]) -> dict[str, float]:
     output = run.recipe.output
     step = saved = go_on(run, folder)
-    outputs = [*loggers, *_make_loggers(run.recipe, folder, step)] if dist.get_rank() == 0 else []
     note(folder, step, "receipt", str(run.policy.model.receipt))
     metrics = sync(run, step, folder)
+    with together("output"):
+        folder.begin(run, step, loggers)
+    if step == 0 and output.eval_every:
+        folder.log(step, evaluate(run, step))
     stopping = 0
     try:
-        if step == 0 and output.eval_every:
-            first = evaluate(run, step)
-            for each in outputs:
-                each.log(step, first)
         while step < run.recipe.train.steps and not stopping:
             metrics = one_step(run, step, folder)
             step += 1
             if output.eval_every and step % output.eval_every == 0:
                 metrics |= evaluate(run, step)
-            for each in outputs:
-                each.log(step, metrics)
-            stopping = max(exchange(stop.number))
+            folder.log(step, metrics)
+            stopping = folder.end_step(stop.number)
             if stopping or (output.save_every and step % output.save_every == 0):
                 save(run, folder, step)
                 saved = step
     finally:
-        for each in outputs:
-            each.close()
+        folder.close_outputs()
     if stopping:
-        report(folder)
+        report(folder, step)
         raise Stopped(stopping, step)
     if output.save_model:
         if saved < step:
             save(run, folder, step)
         save_model(run, folder, step)
-    report(folder)
+    report(folder, step)
     return metrics
 
 
-def one_step(run: Run, step: int, folder: Path) -> dict[str, float]:
+def one_step(run: Run, step: int, folder: RunFolder) -> dict[str, float]:
     """One batch of experience and the updates from it. Collective: every rank."""
     started = time.perf_counter()
     experience = demonstrate(run) if run.imitates else collect(run, step)
@@ -116,7 +119,7 @@ def one_step(run: Run, step: int, folder: Path) -> dict[str, float]:
     return metrics
 
 
-def sync(run: Run, step: int, folder: Path) -> dict[str, float]:
+def sync(run: Run, step: int, folder: RunFolder) -> dict[str, float]:
     """Send the policy's weights to the engine, and prove on a canary that it samples from them.
 
     Collective: every rank.
@@ -189,8 +192,3 @@ def _evaluation_metrics(run: Run, groups: Sequence[Group]) -> dict[str, float]:
     metrics |= {f"eval/{name}": sum(part[name] for part in parts) / num for name in names}
     metrics[f"eval/pass@{run.recipe.output.eval_samples}"] = sum(passed) / len(passed)
     return metrics | {"eval/failed": float(sum(failed for _, _, failed in every))}
-
-
-def _make_loggers(recipe: Recipe, folder: Path, step: int) -> list[Logger]:
-    loggers: list[Logger] = [JsonLines(folder, step), Progress(recipe.train.steps, step)]
-    return [*loggers, TensorBoard(folder)] if recipe.output.tensorboard else loggers

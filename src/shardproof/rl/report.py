@@ -11,6 +11,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from shardproof.files import write_atomic
+
 FIRST_METRICS = ("reward/mean", "eval/reward", "kl/mean", "loss/policy", "grad_norm", "tokens_per_s")
 # These share the axes of the quantity's mean. Extremes do not: one outlier would flatten the other curves.
 STATISTICS = ("mean", "median", "std", "group_std")
@@ -42,14 +44,14 @@ def write_report(run_folder: Path) -> Path:
     ]
     skipped = sorted({event["step"] for event in by_kind["skip"] if isinstance(event.get("step"), int)})
     page = _page(name, "\n".join(body), {"charts": group_curves(metrics), "skipped": skipped})
-    partial = run_folder / "report.html.partial"
+    path = run_folder / "report.html"
     # A completion may hold half of a surrogate pair, which UTF-8 cannot say: it must not cost the whole report.
-    partial.write_bytes(page.encode("utf-8", "replace"))
-    return partial.replace(run_folder / "report.html")
+    write_atomic(path, page.encode("utf-8", "replace"))
+    return path
 
 
 def merge_steps(records: Iterable[Record]) -> list[dict[str, Any]]:
-    """One record a step, in order. A resumed run writes some steps again, and the later line counts."""
+    """One record per step, in order. A resumed run writes some steps again, and the later line counts."""
     steps: dict[int, dict[str, Any]] = {}
     for record in records:
         step, values = record.get("step"), record.get("metrics")
@@ -87,7 +89,7 @@ def _finite(value: Any) -> float | None:
 def _parse(text: str) -> dict[str, Any] | None:
     try:
         value = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
 

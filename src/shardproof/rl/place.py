@@ -1,0 +1,168 @@
+"""The run's folder before a run: where it may lie, what is in it, and whether this recipe may go on there."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shardproof.config.load import to_json
+from shardproof.config.schema import Recipe
+from shardproof.errors import fail
+from shardproof.files import write_atomic
+from shardproof.foreign import is_inside, read_json
+from shardproof.rl.data import Prompt
+from shardproof.rl.loggers import METRICS_NAME, read_lines
+from shardproof.rl.same_run import (
+    Digests,
+    Resume,
+    changed_content,
+    changed_settings,
+    check_resume,
+    refuse_changes,
+    take_digests,
+)
+
+SETTINGS_NAME = "config.json"
+POLICY, CRITIC, MODEL = "checkpoints", "critic", "model"
+_MARK = "shardproof"  # the key that tells a run's config.json from a model's
+_STEP = re.compile(r"step-(\d+)$")
+# What people keep beside a run before it starts.
+_HARMLESS = (".log", ".txt", ".out", ".err", ".pid", ".toml", ".sh", ".md")
+
+
+@dataclass(frozen=True)
+class State:
+    """What a folder holds of the earlier parts of a run."""
+
+    settings: dict[str, Any] | None = None  # None: no run has been here
+    digests: Digests = field(default_factory=dict)
+    steps: tuple[int, ...] = ()  # of its checkpoints
+    last_step: int = 0  # that its metrics tell of
+
+    @property
+    def is_used(self) -> bool:
+        """Whether something would be lost or mixed up if another run began here."""
+        return bool(self.steps or self.last_step)
+
+
+def check_folder(recipe: Recipe, resume: Resume | None = None) -> State:
+    """What the run's folder holds; raises if this recipe may not run there. Nothing is written."""
+    resume = resume or Resume()
+    check_resume(resume)
+    if not recipe.output.folder.strip():
+        raise fail("C001", "output", "output.folder is empty.", fix="name a folder of the run's own")
+    folder = Path(recipe.output.folder)
+    _require_apart(folder, recipe)
+    if os.path.lexists(folder) and not folder.is_dir():
+        raise fail("C006", "output", f"{folder} is a file.", fix="use another output.folder")
+    state = read_state(folder)
+    if state.settings is None:
+        _require_empty(folder)
+    if resume.from_step:
+        _require_step(folder, state, resume.from_step)
+    if state.is_used and resume.from_step != 0:
+        _require_checkpoint(folder, state)
+        changes = changed_settings(state.settings or {}, recipe, with_sources=not state.digests)
+        refuse_changes(folder, changes, resume)
+    return state
+
+
+def check_content(
+    state: State, recipe: Recipe, prompts: list[Prompt], held_out: list[Prompt], resume: Resume
+) -> None:
+    """Raise if data or models hold other things than when the run in this state was begun."""
+    if state.is_used and state.digests and resume.from_step != 0:
+        now = take_digests(recipe, prompts, held_out)
+        refuse_changes(Path(recipe.output.folder), changed_content(state.digests, now), resume)
+
+
+def read_state(folder: Path) -> State:
+    """What a folder holds of a run; what cannot be read there raises."""
+    path = folder / SETTINGS_NAME
+    if not os.path.lexists(path):
+        return State()
+    found = read_json(path, "output", code="C006")
+    if not _is_settings(found):
+        message = f"{folder} holds a {SETTINGS_NAME} that is not a run's; a model's has the same name."
+        raise fail("C006", "output", message, fix="use another output.folder")
+    mark = found.pop(_MARK, None)
+    digests = mark.get("digests") if isinstance(mark, dict) else None
+    return State(found, digests or {}, checkpoint_steps(folder / POLICY), _last_step(folder))
+
+
+def write_settings(folder: Path, recipe: Recipe, digests: Digests) -> None:
+    """Note what the run in this folder is."""
+    mark = {_MARK: {"format": 1, "digests": digests}}
+    write_atomic(folder / SETTINGS_NAME, json.dumps(mark | json.loads(to_json(recipe)), indent=2) + "\n")
+
+
+def checkpoint_steps(root: Path) -> tuple[int, ...]:
+    """The steps of the checkpoints in a folder, in order."""
+    names = [path.name for path in root.iterdir()] if root.is_dir() else []
+    return tuple(sorted(int(match[1]) for name in names if (match := _STEP.match(name))))
+
+
+def _is_settings(found: Any) -> bool:
+    """Whether a JSON value is a run's settings; those of earlier versions have no mark."""
+    return isinstance(found, dict) and all(
+        isinstance(found.get(key), dict) for key in ("model", "train", "output")
+    )
+
+
+def _last_step(folder: Path) -> int:
+    return max((line["step"] for line in read_lines(folder / METRICS_NAME) if "step" in line), default=0)
+
+
+def _sources(recipe: Recipe) -> Iterator[tuple[str, Path]]:
+    roles = {"model": recipe.model, "reference": recipe.reference, "critic": recipe.critic}
+    for name, role in roles.items():
+        if role is not None and role.path:
+            yield f"{name}.path", Path(role.path).expanduser()
+    for key, source in (("data.train", recipe.data.train), ("data.evaluation", recipe.data.evaluation)):
+        if source and not source.startswith("hf:"):
+            yield key, Path(source)
+
+
+def _require_apart(folder: Path, recipe: Recipe) -> None:
+    """Raise if the run would write into what it reads. A run beside its data is fine, one around them is not."""
+    for key, source in _sources(recipe):
+        if not source.exists():
+            continue
+        if is_inside(source, folder) or (source.is_dir() and is_inside(folder, source)):
+            message = f"output.folder={str(folder)!r} and {key}={str(source)!r} lie inside each other."
+            raise fail("C006", "output", message, fix="use an output.folder of the run's own")
+
+
+def _require_empty(folder: Path) -> None:
+    """Raise if a folder in which no run has been holds something."""
+    names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    odd = [name for name in names if not name.startswith(".") and not name.endswith(_HARMLESS)]
+    if odd:
+        more = f" and {len(odd) - 3} more" if len(odd) > 3 else ""
+        message = f"{folder} holds {', '.join(odd[:3])}{more}, and no run's {SETTINGS_NAME}."
+        raise fail("C006", "output", message, fix="use another output.folder, or empty this one")
+
+
+def _require_step(folder: Path, state: State, step: int) -> None:
+    if step not in state.steps:
+        there = ", ".join(map(str, state.steps)) or "none"
+        message = f"--from {step}: {folder / POLICY} holds no checkpoint of that step; it has {there}."
+        raise fail("C006", "output", message, fix="choose one of these steps, or 0 for the beginning")
+
+
+def _require_checkpoint(folder: Path, state: State) -> None:
+    """Raise if checkpoints are gone: a run that begins again would replace what the steps without them came to."""
+    settings = state.settings or {}
+    output, planned = settings["output"], settings["train"].get("steps")
+    save_every = output.get("save_every") or 0
+    is_complete = (folder / MODEL).exists() or (isinstance(planned, int) and state.last_step >= planned)
+    had_one = is_complete or (save_every and state.last_step > save_every)
+    if had_one and not state.steps:
+        message = f"{folder} holds metrics of {state.last_step} steps, but no checkpoint to resume from."
+        fix = f"put {POLICY}/ back, use another output.folder, or begin again with --from 0"
+        raise fail("C006", "output", message, fix=fix)

@@ -1,0 +1,298 @@
+"""What a start needs of this machine: packages, GPUs, ports, write access, disk and memory.
+
+The dry run and the start go through the same list, so that one finds what the other would.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import re
+import shutil
+import socket
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+from shardproof.checkpoint.reader import open_checkpoint
+from shardproof.checkpoint.source import find_folder, read_config
+from shardproof.config.schema import Recipe
+from shardproof.errors import ShardproofError, fail
+from shardproof.files import LOCK_NAME, FolderLock
+from shardproof.findings import Finding
+from shardproof.model.inventory import take_inventory
+from shardproof.model.roles import POLICY
+from shardproof.model.skeleton import build_skeleton
+from shardproof.rl.place import POLICY as CHECKPOINTS
+from shardproof.rl.place import check_folder, checkpoint_steps
+from shardproof.rl.same_run import Resume
+
+_GIB = 2**30
+_PROCESS_BYTES = 150 * 2**20  # of a rank that has imported torch and holds nothing
+_EXTRAS = {"peft": "lora", "pyarrow": "data", "datasets": "data", "tensorboard": "cli", "vllm": "vllm"}
+
+
+@dataclass(frozen=True)
+class Start:
+    """A start of a recipe on this node."""
+
+    recipe: Recipe
+    num_ranks: int  # of this node
+    num_nodes: int = 1
+    resume: Resume = field(default_factory=Resume)
+
+    @cached_property
+    def num_elements(self) -> int | None:
+        """Elements of the policy's parameters; None where another node has its files. Raises if nobody has."""
+        model = self.recipe.model
+        folder = find_folder(model.path, None)
+        if folder is None and self.num_nodes > 1:
+            return None
+        if folder is None:
+            raise fail("L101", "source", f"{model.path!r} is not a folder, nor in the hub or its cache.")
+        if model.random_init:
+            config = read_config(folder, model.trust_remote_code)
+            skeleton = build_skeleton(config, role=POLICY, trust_remote_code=model.trust_remote_code)
+            return sum(info.numel for info in take_inventory(skeleton.model).parameters)
+        try:
+            tensors = open_checkpoint(folder).tensors.values()
+        except ShardproofError:
+            if self.num_nodes > 1:
+                return None
+            raise
+        return sum(torch.Size(entry.shape).numel() for entry in tensors)
+
+
+def look_ahead(start: Start) -> list[Finding]:
+    """Everything that would stop this start on this machine. Nothing is written."""
+    findings: list[Finding] = []
+    for check in CHECKS:
+        try:
+            findings += check(start)
+        except ShardproofError as error:
+            findings += [finding for finding in error.findings if finding not in findings]
+    return findings
+
+
+def check_versions(start: Start) -> list[Finding]:
+    """Python and the packages that every run needs are of versions that this package names."""
+    try:
+        about = importlib.metadata.metadata("shardproof")
+    except importlib.metadata.PackageNotFoundError:  # run from its sources
+        return []
+    findings = []
+    python = about["Requires-Python"] or ""
+    if platform.python_version() not in SpecifierSet(python, prereleases=True):
+        findings.append(
+            _finding("versions", f"Python is {platform.python_version()}; supported is {python}.")
+        )
+    for text in about.get_all("Requires-Dist") or []:
+        need = Requirement(text)
+        if need.marker is None or (need.name in _needed(start.recipe) and "extra" in text):
+            installed = _version(need.name)
+            if installed is not None and not need.specifier.contains(installed, prereleases=True):
+                message = f"{need.name} is {installed}; supported is {need.specifier}."
+                findings.append(_finding("versions", message))
+    return findings
+
+
+def check_packages(start: Start) -> list[Finding]:
+    """The packages that these settings need are installed."""
+    return [
+        _finding(
+            "packages",
+            f"{setting} needs the package {name}, which is not installed.",
+            f"pip install 'shardproof[{_EXTRAS[name]}]'"
+            + (", or `make vllm` for CPU" if name == "vllm" else ""),
+        )
+        for name, setting in _needed(start.recipe).items()
+        if importlib.util.find_spec(name) is None
+    ]
+
+
+def _needed(recipe: Recipe) -> dict[str, str]:
+    """The optional packages that a recipe needs, each with the setting that asks for it."""
+    needed = {}
+    for key, source in (("data.train", recipe.data.train), ("data.evaluation", recipe.data.evaluation or "")):
+        if source.startswith("hf:"):
+            needed["datasets"] = f"{key}={source!r}"
+        elif source.endswith(".parquet"):
+            needed["pyarrow"] = f"{key}={source!r}"
+    if recipe.model.lora is not None:
+        needed["peft"] = "model.lora"
+    if recipe.output.tensorboard:
+        needed["tensorboard"] = "output.tensorboard=true"
+    if recipe.rollout.engine == "vllm" and recipe.rollout.vllm.url is None:
+        needed["vllm"] = "rollout.engine='vllm'"
+    return needed
+
+
+def check_devices(start: Start) -> list[Finding]:
+    """There is a GPU per rank, on a machine that has any."""
+    found = torch.cuda.device_count()
+    if found and start.num_ranks > found:
+        message = f"train.ranks={start.num_ranks} needs {start.num_ranks} GPUs; this machine has {found}."
+        return [
+            _finding("devices", message, "lower train.ranks, or hide the GPUs with CUDA_VISIBLE_DEVICES=")
+        ]
+    return []
+
+
+def check_port(start: Start) -> list[Finding]:
+    """The port that a vLLM server of this run shall have is free."""
+    vllm = start.recipe.rollout.vllm
+    ours = start.recipe.rollout.engine == "vllm" and vllm.mode == "server" and vllm.url is None
+    if not ours or not vllm.port or start.num_nodes > 1:
+        return []
+    with socket.socket(socket.AF_INET6 if ":" in vllm.host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((vllm.host, vllm.port))
+        except OSError as error:
+            message = (
+                f"rollout.vllm.port={vllm.port} on {vllm.host} cannot be had: {error.strerror or error}."
+            )
+            return [_finding("ports", message, "use another port, or 0 for a free one")]
+    return []
+
+
+def check_output(start: Start) -> list[Finding]:
+    """The run's folder is, or may become, this run's; nobody else is at work in it; this user may write there."""
+    folder = Path(start.recipe.output.folder)
+    check_folder(start.recipe, start.resume)
+    existing = _existing(folder)
+    try:
+        with tempfile.TemporaryFile(dir=existing):  # has no name where the file system can do without
+            pass
+    except OSError as error:
+        message = f"{existing} cannot be written: {error.strerror or error}."
+        return [_finding("output", message, "use an output.folder that this user may write")]
+    if (folder / LOCK_NAME).exists():
+        lock = FolderLock(folder)
+        lock.acquire("output")
+        lock.release()
+    return []
+
+
+def check_disk(start: Start) -> list[Finding]:
+    """The disk has room for one checkpoint more than are kept, and for the model."""
+    recipe = start.recipe
+    if start.num_elements is None or not recipe.output.folder.strip():
+        return []
+    output, folder = recipe.output, Path(recipe.output.folder)
+    num_kept = output.keep + 1 if output.save_every else 1
+    num_checkpoints = max(num_kept - len(checkpoint_steps(folder / CHECKPOINTS)), 1)
+    size = start.num_elements * _itemsize(recipe.model.param_dtype)
+    checkpoint = size if recipe.model.lora is not None else 3 * size  # with both of Adam's moments
+    if recipe.algorithm.name == "ppo":
+        checkpoint += 3 * size
+    model = start.num_elements * _itemsize(output.model_dtype or "bfloat16") if output.save_model else 0
+    needed, free = num_checkpoints * checkpoint + model, shutil.disk_usage(_existing(folder)).free
+    if needed <= free:
+        return []
+    what = f"{num_checkpoints} checkpoint{'s' * (num_checkpoints > 1)}{' and the model' if model else ''}"
+    message = f"{folder} has {_gib(free)} free; {what} take {_gib(needed)}."
+    return [
+        _finding("disk", message, "free space, lower output.keep, or use an output.folder on another disk")
+    ]
+
+
+def check_memory(start: Start) -> list[Finding]:
+    """Host memory holds at least what the ranks hold between steps: weights, gradients, Adam's moments, replicas.
+
+    Activations come on top; `shardproof estimate` counts them too.
+    """
+    available = _available_memory()
+    if available is None:
+        return []
+    needed = start.num_ranks * _PROCESS_BYTES
+    if start.num_elements is not None:
+        needed += _held_in_host(start.recipe, start.num_elements, start.num_ranks) // start.num_nodes
+    if needed <= available:
+        return []
+    message = (
+        f"{start.num_ranks} ranks need at least {_gib(needed)} of host memory; {_gib(available)} are free."
+    )
+    fix = "lower train.ranks, use a smaller model or dtype, or see shardproof estimate"
+    return [_finding("memory", message, fix)]
+
+
+def _held_in_host(recipe: Recipe, num_elements: int, num_ranks: int) -> int:
+    """Bytes that all ranks hold in host memory at the least."""
+    model, on_cpu = recipe.model, not torch.cuda.is_available()
+    size = num_elements * _itemsize(model.param_dtype) * model.replicate
+    held = 0
+    if on_cpu or model.cpu_offload:
+        held += size if model.lora is not None else 4 * size
+        if recipe.algorithm.name == "ppo":
+            held += 4 * size
+    if recipe.reference is not None and (on_cpu or recipe.reference.cpu_offload):
+        held += size
+    if on_cpu and recipe.rollout.engine == "embedded" and recipe.algorithm.name != "sft":
+        held += num_elements * _itemsize(model.compute_dtype) * num_ranks
+    return held
+
+
+CHECKS: tuple[Callable[[Start], list[Finding]], ...] = (
+    check_versions,
+    check_packages,
+    check_devices,
+    check_port,
+    check_output,
+    check_disk,
+    check_memory,
+)
+
+
+def _available_memory() -> int | None:
+    """Bytes of memory and swap that processes can still get on this machine and in this container."""
+    limits = list(_memory_limits())
+    return min(limits) if limits else None
+
+
+def _memory_limits() -> Iterator[int]:
+    try:
+        text = Path("/proc/meminfo").read_text()
+    except OSError:
+        return
+    found = {name: int(kib) * 1024 for name, kib in re.findall(r"^(\w+):\s+(\d+) kB", text, re.MULTILINE)}
+    if "MemAvailable" in found:
+        yield found["MemAvailable"] + found.get("SwapFree", 0)
+    try:
+        limit, used = (int(Path(f"/sys/fs/cgroup/memory.{name}").read_text()) for name in ("max", "current"))
+    except (OSError, ValueError):  # no cgroup of version 2, or no limit
+        return
+    yield limit - used
+
+
+def _existing(folder: Path) -> Path:
+    """The folder, or the nearest one above it that exists."""
+    real = Path(os.path.realpath(folder))
+    return next(path for path in (real, *real.parents) if path.is_dir())
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _itemsize(dtype: str) -> int:
+    return getattr(torch, dtype).itemsize
+
+
+def _gib(size: int) -> str:
+    return f"{size / _GIB:,.1f} GiB"
+
+
+def _finding(stage: str, message: str, fix: str | None = None) -> Finding:
+    return Finding("C007", stage, message, fix=fix)
