@@ -18,7 +18,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-import shardproof
 from shardproof.config.schema import Recipe
 from shardproof.dist.collectives import exchange, together
 from shardproof.errors import error_for
@@ -26,7 +25,7 @@ from shardproof.findings import Finding
 from shardproof.rl.checks import Inputs
 from shardproof.rl.data import Prompt, rows_digest
 
-PACKAGE = Path(shardproof.__file__).parent
+PACKAGE = Path(__file__).parents[1]
 LIBRARIES = ("torch", "transformers", "tokenizers", "peft", "numpy")
 # Paths are each node's own. What lies there is compared: rows here, checkpoints when they are loaded (L111).
 _PATHS = {"model.path", "reference.path", "critic.path", "data.train", "data.evaluation", "output.folder"}

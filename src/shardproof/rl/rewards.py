@@ -53,7 +53,7 @@ class Scored:
 
 
 class RewardRunner(contextlib.AbstractContextManager["RewardRunner"]):
-    """Scores samples; a reward that raises, hangs, dies or returns no finite number costs its sample a recorded zero.
+    """Scores samples; a reward that raises, hangs, dies or returns no finite number marks its sample as failed.
 
     With on_error="stop" the first such failure raises R504 instead. The weighted sum of a sample's rewards is its total.
     """
