@@ -7,6 +7,7 @@ import pickle
 import socket
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters, Rendezvou
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
+from shardproof.dist import whereabouts
 from shardproof.dist.agent import SignedBackend, derive
 from shardproof.dist.collectives import control_group, exchange
 from shardproof.dist.deadline import deadline
@@ -120,6 +122,32 @@ def test_nodes_that_cannot_meet_are_told_so(settings, message):
 
 def test_a_range_of_nodes():
     assert node_range("2") == (2, 2) and node_range("1:4") == (1, 4)
+
+
+def watch_a_store_that_is_gone():
+    """Start the thread that answers roll calls where no new connection to the store can be made."""
+    asked = threading.Event()
+    released = threading.Event()
+
+    class Gone:
+        def clone(self):
+            asked.set()
+            assert released.wait(20), "nobody went on"
+
+    whereabouts.stop()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(whereabouts, "_get_default_store", Gone)
+        whereabouts.start()
+        assert asked.wait(20)
+        watch = whereabouts.current()
+        places = watch.report(RuntimeError("connection closed by peer"))
+        released.set()
+        whereabouts.stop()
+    return list(places), watch.is_alive()
+
+
+def test_a_store_that_is_gone_stops_no_rank():
+    assert run_ranks(2, watch_a_store_that_is_gone) == [([0], False), ([1], False)]
 
 
 def timeouts_beside_a_group_without_cpu(folder):

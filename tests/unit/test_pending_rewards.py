@@ -1,5 +1,6 @@
 """Rewards in the background: samples in parts, callers that are busy, and scoring that is given up."""
 
+import signal
 import threading
 import time
 
@@ -151,7 +152,15 @@ def test_a_built_in_reward_that_fails_does_not_wait_for_the_users(users):
             pending.result()
 
 
-def test_an_interrupt_reaches_a_caller_that_waits(users):
+@pytest.fixture
+def interrupts_raise():
+    """The handler of a foreground process: nohup and background jobs of scripts start processes that ignore SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_an_interrupt_reaches_a_caller_that_waits(users, interrupts_raise):
     with make_runner() as runner:
         with pytest.raises(KeyboardInterrupt):
             runner.score([sample("interrupt"), sample("1")])

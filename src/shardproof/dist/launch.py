@@ -22,7 +22,7 @@ from shardproof.errors import fail
 
 _STORE_FOLDER = "SHARDPROOF_STORE_FOLDER"
 _MIN_SECRET = 16  # characters
-_PATIENCE_S = 180  # for the step and the checkpoint that ranks finish after a signal
+_PATIENCE_S = "180"  # for the step and the checkpoint that ranks finish after a signal
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 _groups_made = itertools.count()
@@ -145,6 +145,7 @@ def start_ranks(
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = _signals_to_handle()
+    patience_s = int(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _PATIENCE_S))
     min_nodes, max_nodes = node_range(nnodes)
     handler: RendezvousHandler
     with tempfile.TemporaryDirectory(prefix="shardproof-ranks-", ignore_cleanup_errors=True) as folder:
@@ -156,7 +157,7 @@ def start_ranks(
         # Arguments that are strings would go through a template of the agent's, in which "$$" means "$".
         rank_args = (os.getpid(), environment, loopback_only and max_nodes == 1, function, args)
         agent = Agent(
-            make_spec(handler, _run_rank, rank_args, num_ranks, max_restarts), final_exit_codes, _PATIENCE_S
+            make_spec(handler, _run_rank, rank_args, num_ranks, max_restarts), final_exit_codes, patience_s
         )
         try:
             result = agent.run()
