@@ -96,7 +96,8 @@ def check_versions(start: Start) -> list[Finding]:
         )
     for text in about.get_all("Requires-Dist") or []:
         need = Requirement(text)
-        if need.marker is None or (need.name in _needed(start.recipe) and "extra" in text):
+        # vLLM has several packages and a table of its own.
+        if need.marker is None or (need.name in _needed(start.recipe) and need.name != "vllm"):
             installed = _version(need.name)
             if installed is not None and not need.specifier.contains(installed, prereleases=True):
                 message = f"{need.name} is {installed}; supported is {need.specifier}."
@@ -146,11 +147,19 @@ def check_devices(start: Start) -> list[Finding]:
     return []
 
 
-def check_port(start: Start) -> list[Finding]:
-    """The port that a vLLM server of this run shall have is free."""
+def check_vllm(start: Start) -> list[Finding]:
+    """The vLLM that is installed is supported, its settings can work, and a port that its server shall have is free."""
     vllm = start.recipe.rollout.vllm
-    ours = start.recipe.rollout.engine == "vllm" and vllm.mode == "server" and vllm.url is None
-    if not ours or not vllm.port or start.num_nodes > 1:
+    if start.recipe.rollout.engine != "vllm":
+        return []
+    from shardproof.rollout.vllm_server import VllmSettings, check_settings
+    from shardproof.rollout.vllm_versions import installed_version, interface_of
+
+    check_settings(VllmSettings(**vllm.model_dump()))
+    version = installed_version() if vllm.url is None else None
+    if version is not None:
+        interface_of(version)
+    if vllm.url is not None or vllm.mode != "server" or not vllm.port or start.num_nodes > 1:
         return []
     with socket.socket(socket.AF_INET6 if ":" in vllm.host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -245,7 +254,7 @@ CHECKS: tuple[Callable[[Start], list[Finding]], ...] = (
     check_versions,
     check_packages,
     check_devices,
-    check_port,
+    check_vllm,
     check_output,
     check_disk,
     check_memory,
