@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,10 +28,14 @@ MODELS = {
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Folders of tiny checkpoints by name."""
     root = tmp_path_factory.mktemp("models")
-    return {
+    folders = {
         name: str(make_checkpoint(root / name, family, **{**SHAPE, **extra}))
         for name, (family, extra) in MODELS.items()
     }
+    # Defaults that would change every completion, were they used.
+    defaults = {"eos_token_id": list(range(128)), "temperature": 0.01, "top_k": 1, "repetition_penalty": 3.0}
+    Path(folders["moe"], "generation_config.json").write_text(json.dumps({**defaults, "do_sample": True}))
+    return folders
 
 
 @pytest.fixture(scope="session")

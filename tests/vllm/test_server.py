@@ -14,6 +14,9 @@ import torch
 import torch.distributed as dist
 
 import shardproof as sp
+from shardproof.dist.region import map_region
+from shardproof.export.shared import SharedAddress
+from shardproof.rollout import sync as rollout_sync
 from shardproof.rollout.engine import Request, Sampling
 from shardproof.rollout.local import EmbeddedEngine
 from shardproof.rollout.vllm_client import Deadline
@@ -59,6 +62,44 @@ def test_log_probs_and_tokens_are_exact_after_every_sync(models, url):
         assert found["worst"] < 1e-4
         assert found["greedy"]
         assert found["uneven"] == rank
+
+
+def labelled_by_workers(folder: str, url: str) -> dict[str, Any]:
+    """The same with a vLLM that puts no version on completions, as before 0.32."""
+    with pytest.MonkeyPatch.context() as patch:
+        known = rollout_sync.interface_of
+        patch.setattr(
+            rollout_sync, "interface_of", lambda *said: replace(known(*said), weight_versions=False)
+        )
+        policy = load_policy(folder)
+        engine = connect(policy, url=url)
+        sync(engine)
+        found: dict[str, Any] = {"first": {c.version for c in sample(engine)}}
+        change(policy)
+        sync(engine)
+        found["second"] = {c.version for c in sample(engine)}
+        if engine.delivery is not None:
+            # Somebody begins an update between two batches; what is committed is brought again.
+            engine.server.client.rpc("shardproof_mark", Deadline(30.0), "somebody/7/pending")
+        found["after"] = {c.version for c in sample(engine)}
+        if engine.delivery is not None:
+            client = engine.server.client
+            post_all = client.post_all
+
+            def overtaken(*args: Any) -> Any:
+                replies = post_all(*args)
+                client.rpc("shardproof_mark", Deadline(30.0), "somebody/7")
+                return replies
+
+            client.post_all = overtaken
+        found["during"] = {c.version for c in sample(engine)}
+        engine.close()
+    return found
+
+
+def test_workers_keep_the_label_for_a_vllm_that_does_not(models, url):
+    for found in run_ranks(2, labelled_by_workers, models["tied"], url):
+        assert found == {"first": {0}, "second": {1}, "after": {1}, "during": {-1}}
 
 
 def stop_tokens(folder: str, url: str) -> list[Any]:
@@ -134,11 +175,22 @@ def _drop_from_both(engine: Any) -> None:
 
 def _flip_element(engine: Any) -> None:
     def edit(payload: Any) -> Any:
-        from shardproof.export.shared import SharedAddress, read_shared
-
-        tensors = dict(read_shared(SharedAddress.from_json(payload.update["address"])))
-        tensors["model.layers.0.mlp.gate_proj.weight"][3, 5] *= -1
+        name = "model.layers.0.mlp.gate_proj.weight"
+        address = SharedAddress.from_json(payload.update["address"])
+        _, dtype, _, offset = next(row for row in address.tensors if row[0] == name)
+        memory = map_region(address.region, writable=True)
+        memory[offset:].view(getattr(torch, dtype))[35] *= -1
         return payload
+
+    _with_payload(engine, edit)
+
+
+def _give_a_file(engine: Any) -> None:
+    """As anybody could who reaches the server: the address of a file."""
+
+    def edit(payload: Any) -> Any:
+        address = {**payload.update["address"], "path": "/etc/hostname"}
+        return replace(payload, update={**payload.update, "address": address})
 
     _with_payload(engine, edit)
 
@@ -160,6 +212,7 @@ _SPOILERS = {
     "drop": _drop_tensor,
     "forget": _drop_from_both,
     "flip": _flip_element,
+    "file": _give_a_file,
     "head": _leave_head,
     "nothing": _send_nothing,
 }
@@ -169,7 +222,11 @@ _SPOILERS = {
     ("spoil", "expected"),
     [
         ("drop", "R502 sync: 'model.layers.1.mlp.up_proj.weight' did not arrive"),
-        ("forget", "R502 sync: 'model.layers.1.self_attn.qkv_proj'"),
+        (
+            "forget",
+            "R502 sync: 'model.layers.1.self_attn.qkv_proj.weight' was not written once everywhere: 4096 of",
+        ),
+        ("file", "R502 sync: the payload: '/etc/hostname' is not the address of shared memory"),
         ("flip", "R502 sync: 'model.layers.0.mlp.gate_proj.weight' arrived with other bytes"),
         ("head", "R503 sync: engine and trainer differ by"),
         ("nothing", "R503 sync: engine and trainer differ by"),

@@ -120,7 +120,25 @@ def open_region(size: int, group: dist.ProcessGroup) -> torch.Tensor | None:
     Nobody keeps the memory open: it is gone when the last mapping is, however a process ends.
     Collective: every rank, each with its group.
     """
-    first = dist.get_global_rank(group, 0)
+    memory, answers = _offer(size, dist.get_global_rank(group, 0))
+    mine = dist.get_process_group_ranks(group)
+    return memory if all(answers[rank] for rank in mine) else None
+
+
+def ranks_apart() -> list[int]:
+    """The ranks that cannot map memory of rank 0: they are on other hosts, in other containers or another user's.
+
+    Collective: every rank.
+    """
+    _, answers = _offer(mmap.PAGESIZE, 0)
+    return [rank for rank, mapped in enumerate(answers) if not mapped]
+
+
+def _offer(size: int, first: int) -> tuple[torch.Tensor | None, list[bool]]:
+    """(memory of the rank `first`, which may differ between ranks; which ranks have mapped theirs).
+
+    Collective: every rank.
+    """
     descriptor, address = -1, None
     if dist.get_rank() == first and hasattr(os, "memfd_create"):
         descriptor, made = create_region(size)
@@ -128,12 +146,10 @@ def open_region(size: int, group: dist.ProcessGroup) -> torch.Tensor | None:
     try:
         memory = _map(exchange(address)[first])
         # Every rank has mapped it, or tried to, before the first one closes it.
-        answers = exchange(memory is not None)
+        return memory, exchange(memory is not None)
     finally:
         if descriptor >= 0:
             os.close(descriptor)
-    mine = dist.get_process_group_ranks(group)
-    return memory if all(answers[rank] for rank in mine) else None
 
 
 def _map(address: Mapping[str, Any] | None) -> torch.Tensor | None:

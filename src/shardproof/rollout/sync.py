@@ -12,11 +12,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from shardproof.bounds import largest, within
 from shardproof.errors import ShardproofError, fail
 from shardproof.findings import Finding
 from shardproof.rollout.vllm_client import Deadline, Refused, Unreachable
 from shardproof.rollout.vllm_plugin import BACKEND, EXTENSION
 from shardproof.rollout.vllm_server import VllmServer
+from shardproof.rollout.vllm_versions import Interface, interface_of
 
 GENERATE = "/inference/v1/generate"
 CANARY_TOKENS = 16
@@ -69,6 +71,7 @@ class Delivery:
         self.canary = list(canary)
         self.tolerance = tolerance
         self.config = config
+        self.interface: Interface | None = None  # of the server's version, as it said it itself
         self.committed: Delivered | None = None
         self.said: list[float] | None = None  # the engine's log-probs of the canary when it was committed
         self.said_at_start: list[float] | None = None  # and before anything was sent
@@ -106,10 +109,12 @@ class Delivery:
         assert self.said is not None
         said = self.ask_canary(self.committed, Deadline(seconds))
         moved = distance(said, self.said)
-        if moved <= self.tolerance * _REPEATS:
+        if within(moved, self.tolerance * _REPEATS):
             return
         who = "somebody replaced its weights after the sync"
-        if self.said_at_start is not None and distance(said, self.said_at_start) <= self.tolerance * _REPEATS:
+        if self.said_at_start is not None and within(
+            distance(said, self.said_at_start), self.tolerance * _REPEATS
+        ):
             who = "it samples from the weights it was started with again: reload_weights was called after the sync"
         assert self.committed is not None
         version = self.committed.version
@@ -127,6 +132,14 @@ class Delivery:
         """The version of one of this run's labels; -1 for what is pending or foreign."""
         run, _, number = label.rpartition("/")
         return int(number) if run == self.run and number.isdigit() else -1
+
+    def version_between(self, deadline: Deadline) -> int | None:
+        """The version of completions that say none: the workers' label, which they had before as well.
+
+        None where completions say it themselves.
+        """
+        assert self.interface is not None
+        return None if self.interface.weight_versions else self.version_of(self._label_now(deadline))
 
     # The phases, in their order.
 
@@ -150,7 +163,9 @@ class Delivery:
     def prepare(self, payload: Delivered, deadline: Deadline) -> None:
         """See that the server is there and fits, end what an earlier sync left, stop it, and mark it as pending."""
         client = self.server.client
-        check_fit(self._facts(deadline), self.config, payload.adapter is not None)
+        facts = self._facts(deadline)
+        self.interface = interface_of(str(facts["vllm"]), "sync")
+        check_fit(facts, self.config, payload.adapter is not None)
         client.rpc("shardproof_abandon", deadline)
         client.post("/resume", None, deadline)
         if self.said_at_start is None and self.committed is None:
@@ -231,16 +246,28 @@ class Delivery:
             raise fail("R506", "sync", message) from error
 
     def _mark(self, label: str, deadline: Deadline) -> None:
-        self.server.client.post("/update_weight_version", {"new_version": label}, deadline)
+        assert self.interface is not None
+        if self.interface.weight_versions:
+            self.server.client.post("/update_weight_version", {"new_version": label}, deadline)
+        else:
+            self.server.client.rpc("shardproof_mark", deadline, label)
 
     def _label_now(self, deadline: Deadline) -> str:
-        return self.server.client.get("/weight_info", deadline)["weight_version"]
+        """The label that the server has; an empty one if it has none, or its workers different ones."""
+        assert self.interface is not None
+        if self.interface.weight_versions:
+            return self.server.client.get("/weight_info", deadline)["weight_version"]
+        labels = {row["label"] for row in self.server.client.rpc("shardproof_label", deadline)}
+        return labels.pop() or "" if len(labels) == 1 else ""
 
     def _check_reports(self, payload: Delivered, deadline: Deadline) -> None:
         reports = self.server.client.rpc("shardproof_report", deadline)
         for worker, report in enumerate(reports):
             for tensor, problem in report["problems"]:
-                message = f"{tensor!r} {problem}, at worker {worker} of {self.server.client.url}."
+                what = repr(tensor) if tensor is not None else "the payload:"
+                message = (
+                    f"{what} {str(problem).rstrip('.')}, at worker {worker} of {self.server.client.url}."
+                )
                 raise fail("R502", "sync", message, tensor=tensor)
             if report["version"] != payload.version:
                 message = f"worker {worker} of {self.server.client.url} took version {report['version']}, sent was {payload.version}."
@@ -253,7 +280,7 @@ class Delivery:
 
     def _check_canary(self, payload: Delivered, said: list[float]) -> None:
         gap = distance(said, payload.expected)
-        if not gap <= self.tolerance:  # a NaN is a gap too
+        if not within(gap, self.tolerance):
             what = (
                 "the adapter is not applied as the trainer applies it"
                 if payload.adapter is not None
@@ -268,7 +295,7 @@ class Delivery:
         if old is None or self.said is None or old.version == payload.version:
             return
         moved = distance(payload.expected, old.expected)
-        if said == self.said and moved > self.tolerance * _REPEATS:
+        if said == self.said and not within(moved, self.tolerance * _REPEATS):
             message = f"the trainer's log-probs of the canary moved by {moved:.3g}, the engine's not at all: it still has version {old.version}."
             raise fail("R503", "sync", message)
 
@@ -300,8 +327,7 @@ def check_fit(facts: Mapping[str, Any], config: Mapping[str, Any], adapter: bool
 
 def distance(some: Sequence[float], others: Sequence[float]) -> float:
     """The largest difference; NaN if one of them is."""
-    gaps = [abs(a - b) for a, b in zip(some, others, strict=True)]
-    return float("nan") if any(gap != gap for gap in gaps) else max(gaps)
+    return largest(abs(a - b) for a, b in zip(some, others, strict=True))
 
 
 def _finding(error: Exception) -> Finding:

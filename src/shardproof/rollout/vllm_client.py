@@ -72,9 +72,9 @@ class VllmClient:
             parts = list(pool.map(send, range(num)))
         return [parts[k % num][k // num] for k in range(len(bodies))]
 
-    def rpc(self, method: str, deadline: Deadline) -> list[Any]:
+    def rpc(self, method: str, deadline: Deadline, *args: str) -> list[Any]:
         """The result of a worker's method, from every worker."""
-        return self.post("/collective_rpc", {"method": method}, deadline)["results"]
+        return self.post("/collective_rpc", {"method": method, "args": args}, deadline)["results"]
 
     def is_up(self) -> bool:
         """Whether the server answers its health check within a second."""

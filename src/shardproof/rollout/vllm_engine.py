@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from shardproof.dist.collectives import exchange, together
 from shardproof.dist.deadline import deadline, mesh_groups
+from shardproof.dist.region import ranks_apart
 from shardproof.errors import fail
 from shardproof.export.manifest import ExportReceipt
 from shardproof.export.pretrained import save_pretrained
@@ -25,6 +26,7 @@ from shardproof.rollout.sync import CANARY_TOKENS, GENERATE, TOLERANCE, Delivere
 from shardproof.rollout.vllm_client import Deadline, Refused, Unreachable
 from shardproof.rollout.vllm_plugin import BACKEND
 from shardproof.rollout.vllm_server import Served, VllmServer, VllmSettings
+from shardproof.rollout.vllm_versions import check_senders
 from shardproof.shard.sharded_model import ShardedModel
 from shardproof.train.score import logprobs
 
@@ -50,6 +52,8 @@ class VllmEngine:
         self._folder: Path | None = None
         self._sender: Any = None  # vLLM's own transport
         self.delivery: Delivery | None = None  # on rank 0
+        if self.settings.transport == "shared" and not self._adapter:
+            check_one_host()
         with self._deadline(self.settings.start_timeout_s), together("rollout"):
             if dist.get_rank() == 0:
                 self.delivery = self._connect(tolerance or TOLERANCE[self._dtype])
@@ -58,6 +62,8 @@ class VllmEngine:
         """Start or find the server. Rank 0 alone."""
         self._folder = Path(tempfile.mkdtemp(prefix="shardproof-"))
         server = VllmServer(self.settings, self._served())
+        if self.settings.transport != "shared":
+            check_senders(self.settings.transport)
         # A run that fails before it closes its engine leaves no server behind.
         weakref.finalize(self, server.stop)
         server.ensure_up()
@@ -203,13 +209,14 @@ class VllmEngine:
         try:
             replies = self.server.client.post_all(GENERATE, bodies, limit)
             self.delivery.check_unchanged(limit.left)
+            version = self.delivery.version_between(limit)
         except Unreachable as error:
             raise fail("R505", "generate", f"the server is gone or late: {error}.") from error
         except Refused as error:
             raise fail("R506", "generate", f"the server refused a request: {error}.") from error
-        return [self._read(reply, sampling) for reply in replies]
+        return [self._read(reply, sampling, version) for reply in replies]
 
-    def _read(self, reply: dict[str, Any], sampling: Sampling) -> list[Any]:
+    def _read(self, reply: dict[str, Any], sampling: Sampling, version: int | None) -> list[Any]:
         assert self.delivery is not None
         (choice,) = reply["choices"]
         tokens = choice["token_ids"]
@@ -219,9 +226,10 @@ class VllmEngine:
                 f"the server ended a request with {choice['finish_reason']!r} after {len(tokens)} tokens."
             )
             raise fail("R505", "generate", message)
-        # The oldest weights that any of its tokens came from.
-        versions = [self.delivery.version_of(span["version"]) for span in choice["weight_versions"]]
-        return [tokens, values, tokens[-1] in sampling.stop_ids, min(versions)]
+        if version is None:
+            # The oldest weights that any of its tokens came from.
+            version = min(self.delivery.version_of(span["version"]) for span in choice["weight_versions"])
+        return [tokens, values, tokens[-1] in sampling.stop_ids, version]
 
     @property
     def _patience(self) -> float:
@@ -240,6 +248,21 @@ class VllmEngine:
             self.delivery.server.stop()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def check_one_host() -> None:
+    """Raise on every rank if one of them cannot write to memory of rank 0, before a server is started for them.
+
+    Collective: every rank.
+    """
+    apart = ranks_apart()
+    if apart:
+        message = (
+            f"rollout.vllm.transport='shared' needs every rank on rank 0's host, and ranks {apart} "
+            "share no memory with rank 0."
+        )
+        fix = "train on one host, or set rollout.engine=embedded, which needs no shared memory"
+        raise fail("C001", "rollout", message, fix=fix)
 
 
 def canary_tokens(vocab_size: int) -> list[int]:

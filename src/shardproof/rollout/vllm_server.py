@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import ipaddress
 import os
 import shutil
@@ -21,7 +20,8 @@ from urllib.parse import urlsplit
 
 from shardproof.errors import fail
 from shardproof.rollout.vllm_client import Deadline, VllmClient
-from shardproof.rollout.vllm_plugin import BACKEND, EXTENSION
+from shardproof.rollout.vllm_plugin import BACKEND, EXTENSION, LOOPBACK
+from shardproof.rollout.vllm_versions import Interface, installed_version, interface_of
 
 _STOP_S = 10.0
 _LOG_LINES, _LOG_WIDTH = 12, 240
@@ -36,6 +36,14 @@ _NOT_INHERITED = (
     "MASTER_ADDR",
     "MASTER_PORT",
 )
+
+# Its processes are all on this host: what they open for each other listens on loopback, whatever the trainer's ranks use.
+_INSIDE = {
+    "VLLM_HOST_IP": "127.0.0.1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "NCCL_SOCKET_IFNAME": "lo",
+    LOOPBACK: "1",
+}
 
 
 @dataclass(frozen=True)
@@ -155,20 +163,22 @@ class VllmServer:
             time.sleep(0.1)
 
     def _start(self) -> None:
-        if importlib.util.find_spec("vllm") is None:
+        version = installed_version()
+        if version is None:
             raise fail(
                 "R505",
                 "rollout",
                 "vLLM is not installed.",
                 fix="pip install 'shardproof[vllm]', or `make vllm` for CPU",
             )
+        options = arguments(self.settings, self.served, interface_of(version))
         self.stop()
         self._folder = Path(tempfile.mkdtemp(prefix="shardproof-vllm-"))  # mode 0700
         where = self._where()
         command = [sys.executable, "-m", "shardproof.rollout.vllm_child", str(os.getpid())]
         with open(self.log_path, "ab") as log:
             self.process = subprocess.Popen(
-                [*command, *where, *arguments(self.settings, self.served)],
+                [*command, *where, *options],
                 env=environment(self.settings, self.served),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -221,14 +231,17 @@ class VllmServer:
             self._folder = None
 
 
-def arguments(settings: VllmSettings, served: Served) -> list[str]:
+def arguments(settings: VllmSettings, served: Served, interface: Interface) -> list[str]:
     """The arguments of `vllm serve` for a server whose weights come from a trainer. docs/vllm.md explains them."""
     backend = BACKEND if settings.transport == "shared" else settings.transport
     found = [
         *("--model", str(served.folder), "--dtype", served.dtype),
         # Until the first sync there is nothing in it that looks like the model. An adapter needs its base.
         *("--load-format", "dummy" if served.adapter_rank is None else "auto"),
-        *("--skip-tokenizer-init", "--enable-scale-out"),
+        "--skip-tokenizer-init",
+        *(["--enable-scale-out"] if interface.scale_out_flag else []),
+        # Sampling is what a request says; the checkpoint's generation config has no part in it.
+        *("--generation-config", "vllm"),
         *("--weight-transfer-config", f'{{"backend": "{backend}"}}'),
         *("--worker-extension-cls", EXTENSION, "--logprobs-mode", "processed_logprobs"),
         *("--tensor-parallel-size", str(settings.tensor_parallel_size)),
@@ -269,7 +282,10 @@ def environment(settings: VllmSettings, served: Served) -> dict[str, str]:
         # vLLM pickles CUDA's handles on their way through HTTP.
         defaults["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
     # The weight routes exist in this mode only.
-    return defaults | inherited | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+    forced = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+    if settings.transport != "nccl":  # whose other end may be on another host
+        forced |= _INSIDE
+    return defaults | inherited | forced
 
 
 def _free_port(host: str) -> int:

@@ -21,13 +21,20 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
-from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.layers import attention
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+    meta,
+)
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from shardproof.digest import digest
+from shardproof.errors import ShardproofError
 from shardproof.export.shared import SharedAddress, read_shared
+from shardproof.rollout.vllm_ledger import WriteLedger, recording
+from shardproof.rollout.vllm_plugin import register
 
 _MOST_PROBLEMS = 3
 _MOST_THREADS = 4
@@ -71,6 +78,7 @@ class SharedMemoryTransport(WeightTransferEngine[ShardproofInitInfo, ShardproofU
         self.report = Report()
         self._loading = False
         self._renew = True
+        self._ledger = WriteLedger()
         self._kernels: dict[Any, Any] = {}
 
     def init_transfer_engine(self, init_info: ShardproofInitInfo) -> None:
@@ -95,7 +103,10 @@ class SharedMemoryTransport(WeightTransferEngine[ShardproofInitInfo, ShardproofU
         self.report.version = address.version
         self._renew = update_info.renew
         started = time.perf_counter()
-        self.report.problems = _compare(address, update_info.manifest)
+        try:
+            self.report.problems = _compare(address, update_info.manifest)
+        except ShardproofError as error:  # the address leads to nothing of the trainer's
+            self.report.problems = [(None, error.findings[0].message)]
         self.report.seconds["verify"] = time.perf_counter() - started
         if self.report.problems:
             return
@@ -104,7 +115,9 @@ class SharedMemoryTransport(WeightTransferEngine[ShardproofInitInfo, ShardproofU
             self._kernels = take_expert_kernels(self.model)
         initialize_layerwise_reload(self.model)
         self._loading = True
-        self.model.load_weights(read_shared(address))  # type: ignore[operator]
+        self._ledger = expected_writes(self.model)
+        with recording(self._ledger, meta):
+            self.model.load_weights(read_shared(address))  # type: ignore[operator]
         self.report.seconds["load"] = time.perf_counter() - started
 
     def finish_weight_update(self) -> None:
@@ -113,7 +126,7 @@ class SharedMemoryTransport(WeightTransferEngine[ShardproofInitInfo, ShardproofU
             return
         started = time.perf_counter()
         followers = tied_followers(self.model)
-        self.report.problems += _uncovered(self.model, followers)
+        self.report.problems += self._ledger.problems(without=followers)[:_MOST_PROBLEMS]
         self._close()
         if self._renew:
             repack(followers)
@@ -127,6 +140,7 @@ class SharedMemoryTransport(WeightTransferEngine[ShardproofInitInfo, ShardproofU
 
     def _close(self) -> None:
         self._loading = False
+        self._ledger = WriteLedger()
         finalize_layerwise_reload(self.model, self.model_config)
         for method, kernel in self._kernels.items():
             if method.moe_kernel is None:  # its layer was not loaded and keeps its weights
@@ -135,6 +149,11 @@ class SharedMemoryTransport(WeightTransferEngine[ShardproofInitInfo, ShardproofU
 
     def shutdown(self) -> None:
         """Nothing is held between updates."""
+
+    @staticmethod
+    def trainer_send_weights(*args: Any, **kwargs: Any) -> None:
+        """vLLM before 0.28 asks for it. The trainer writes to shared memory instead."""
+        raise NotImplementedError
 
 
 def _compare(
@@ -208,30 +227,27 @@ def take_expert_kernels(model: torch.nn.Module) -> dict[Any, Any]:
     return kernels
 
 
-def _uncovered(
-    model: torch.nn.Module, followers: Mapping[str, torch.nn.Module]
-) -> list[tuple[str | None, str]]:
-    """Layers of which `load_weights` has not written every element, by vLLM's own count."""
-    problems: list[tuple[str | None, str]] = []
-    for name, module in model.named_modules():
-        info = get_layerwise_info(module)
-        # A layer that was written whole has been put in place already and no longer counts.
-        if not info.can_load() or name in followers or is_deferred_attention_layer(module):
-            continue
-        wanted = sum(p.numel() for p in module._parameters.values() if p is not None) - _padding(module)
-        if info.load_numel < wanted:
-            problems.append((name, f"{info.load_numel} of its {wanted} elements were written"))
-    return problems[:_MOST_PROBLEMS]
+def expected_writes(model: torch.nn.Module) -> WriteLedger:
+    """A ledger of all that a checkpoint has of a model whose reload has begun."""
+    ledger = WriteLedger()
+    skipped = getattr(meta, "SKIP_LOAD_TENSORS", meta.SKIP_TENSORS)  # 0.26 has one list
+    for module_name, module in model.named_modules():
+        if is_deferred(module):
+            continue  # its scales are in no checkpoint that is not quantized
+        # Vocabularies are padded to a multiple of 64 rows.
+        rows = getattr(getattr(module, "shard_indices", None), "num_org_elements", None)
+        for name, param in module._parameters.items():
+            if param is not None and name not in skipped:
+                spare = param.numel() - getattr(param, "weight_loader_numel", param.numel())
+                ledger.expect(module_name, name, param, rows, spare)
+    return ledger
 
 
-def _padding(module: torch.nn.Module) -> int:
-    """Elements that no checkpoint has: vocabularies are padded to a multiple of 64 rows."""
-    indices = getattr(module, "shard_indices", None)
-    if indices is None:
-        return 0
-    rows = module.num_embeddings_per_partition - indices.num_org_elements - indices.num_added_elements
-    width = sum(p.shape[1] if p.ndim > 1 else 1 for p in module._parameters.values() if p is not None)
-    return int(rows * width)
+def is_deferred(module: torch.nn.Module) -> bool:
+    """Whether vLLM processes a layer after all others, whatever was loaded of it."""
+    if hasattr(attention, "is_deferred_attention_layer"):  # since 0.28
+        return attention.is_deferred_attention_layer(module)
+    return isinstance(module, attention.Attention | attention.MLAAttention)
 
 
 class WorkerExtension:
@@ -260,6 +276,15 @@ class WorkerExtension:
         """What the last update came to."""
         return dict(vars(self.weight_transfer_engine.report))
 
+    def shardproof_mark(self, label: str) -> dict[str, Any]:
+        """Keep the label of the weights, for versions of vLLM that have no place for it."""
+        self._shardproof_label = label
+        return {"label": label}
+
+    def shardproof_label(self) -> dict[str, Any]:
+        """The label that was kept last; None since the start."""
+        return {"label": getattr(self, "_shardproof_label", None)}
+
     def shardproof_abandon(self) -> dict[str, Any]:
         """End whatever an earlier update has left open. Idempotent."""
         if isinstance(self.weight_transfer_engine, SharedMemoryTransport):
@@ -271,3 +296,7 @@ class WorkerExtension:
 
 def _plain(value: Any) -> bool:
     return value is None or isinstance(value, bool | int | float | str)
+
+
+# Workers import this file for their extension, before they make a transport, installed as a plugin or not.
+register()
