@@ -17,10 +17,13 @@ import torch
 import torch.distributed as dist
 
 import shardproof as sp
+from shardproof.dist import region
 from shardproof.dist.region import NotOurs, RegionAddress, create_region, map_region
 from shardproof.export import shared
 from shardproof.export.manifest import Manifest
 from shardproof.export.shared import SharedAddress, read_shared
+from shardproof.rollout.vllm_engine import VllmEngine
+from shardproof.rollout.vllm_server import VllmSettings
 from shardproof.shard.holdings import local_shards
 from tests.distributed.test_stream import collect, differences, load, lora_config, read_folder, train
 from tests.models import make_checkpoint
@@ -333,3 +336,21 @@ def test_a_rank_of_another_host_is_named_and_writes_nothing(checkpoint, tmp_path
     for kind, name, message in outcomes:
         assert (kind, name) == ("error", "ConfigError")
         assert message.startswith("C002 export: rank 1: it cannot share memory with rank 0")
+
+
+def serve_from_two_hosts(folder):
+    """Rank 1 cannot map what rank 0 has; nobody listens at the url, so only what comes before it is tried."""
+    settings = VllmSettings(mode="server", url="http://127.0.0.1:9", start_timeout_s=1.0)
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(region, "_map", lambda address: None)
+        VllmEngine(load(folder), settings)
+
+
+def test_vllm_by_shared_memory_is_refused_on_several_hosts_before_it_starts(checkpoint):
+    for kind, name, message in run_ranks_outcomes(2, serve_from_two_hosts, checkpoint("llama")):
+        assert (kind, name) == ("error", "ConfigError")
+        assert message.startswith(
+            "C001 rollout: rollout.vllm.transport='shared' needs every rank on rank 0's host"
+        )
+        assert "ranks [1] share no memory with rank 0" in message
