@@ -1,4 +1,4 @@
-"""torch DCP over flat ranges, with an index of our own in JSON where DCP would keep a pickle.
+"""torch DCP over flat ranges, with raw bytes and an index in JSON where DCP keeps pickles.
 
 Both strategies hold flat ranges of tensors, so a tensor is saved as one 1-D tensor of which each rank has a chunk;
 DCP's own planners then reshard between any layouts. tests/unit/test_dcp_private.py fails when what is used here moves.
@@ -7,10 +7,11 @@ DCP's own planners then reshard between any layouts. tests/unit/test_dcp_private
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
@@ -24,10 +25,22 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from shardproof.errors import fail
 from shardproof.files import write_atomic
+from shardproof.foreign import open_foreign
 
 INDEX_NAME = "index.json"
 _FILE_PATTERN = re.compile(r"__\d+_\d+\.distcp")
@@ -92,18 +105,36 @@ class FlatLoadPlanner(DefaultLoadPlanner):
 
 
 class FlatWriter(FileSystemWriter):
-    """DCP's writer, which leaves an index in JSON where DCP's own leaves a pickle."""
+    """DCP's writer, which leaves raw bytes where DCP's own leaves pickled tensors, and an index of them in JSON."""
 
     def __init__(self, folder: Path):
         super().__init__(folder, single_file_per_rank=True, sync_files=True, overwrite=False)
 
-    def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's chunks one after the other into a file of its own."""
+        results = []
+        name = f"{plan.storage_data.prefix}0.distcp"
+        with (Path(self.path) / name).open("xb") as file:
+            for item in plan.items:
+                tensor = planner.resolve_data(item)
+                assert isinstance(tensor, torch.Tensor)
+                raw = _bytes_of(tensor.detach().cpu().contiguous())
+                place = _StorageInfo(name, file.tell(), raw.nbytes)
+                file.write(raw)
+                results.append(WriteResult(item.index, raw.nbytes, place))
+            file.flush()
+            os.fsync(file.fileno())
+        written: Future[list[WriteResult]] = Future()
+        written.set_result(results)
+        return written
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         stored = {written.index: written.storage_data for row in results for written in row}
         write_atomic(Path(self.path) / INDEX_NAME, json.dumps(_index_of(metadata, stored)))
 
 
 class FlatReader(FileSystemReader):
-    """DCP's reader for what an index that has been checked describes."""
+    """DCP's reader for the raw bytes that an index which has been checked describes."""
 
     def __init__(self, folder: Path, metadata: Metadata):
         super().__init__(folder)
@@ -112,6 +143,38 @@ class FlatReader(FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         self._metadata.storage_meta = StorageMeta(load_id=self.load_id)
         return self._metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read the elements that this rank asked for, each straight into its place where that is host memory."""
+        by_file: dict[str, list[ReadItem]] = {}
+        for item in plan.items:
+            by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
+        for name, items in by_file.items():
+            with open_foreign(Path(self.path) / name, "resume", code="E407", inside=Path(self.path)) as file:
+                for item in items:
+                    target = planner.resolve_tensor(item).detach()
+                    self._read(file, item, target)
+                    planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _read(self, file: BinaryIO, item: ReadItem, target: torch.Tensor) -> None:
+        dtype = self._metadata.state_dict_metadata[item.storage_index.fqn].properties.dtype  # type: ignore[union-attr]
+        is_direct = target.is_cpu and target.dtype == dtype and target.is_contiguous()
+        values = target if is_direct else torch.empty(item.lengths, dtype=dtype)
+        place: _StorageInfo = self.storage_data[item.storage_index]
+        file.seek(place.offset + item.storage_offsets[0] * dtype.itemsize)
+        raw = _bytes_of(values)
+        if file.readinto(raw) != raw.nbytes:  # type: ignore[attr-defined]
+            raise EOFError(f"{place.relative_path} ends in {item.storage_index.fqn!r}")
+        if not is_direct:
+            target.copy_(values)
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous host tensor."""
+    return tensor.view(-1).view(torch.uint8).numpy().data
 
 
 def _index_of(metadata: Metadata, stored: Mapping[MetadataIndex, _StorageInfo]) -> dict[str, Any]:
@@ -146,6 +209,10 @@ def metadata_from(index: Any, label: str, sizes: Mapping[str, int]) -> Metadata:
         chunks, end = [], 0
         for row in entry["chunks"]:
             start, count, info = _checked_chunk(row, label, name, sizes)
+            if info.length != count * dtype.itemsize:
+                raise _unreadable(
+                    label, f"{name!r} has {info.length} bytes for {count} elements of {dtype}", name
+                )
             if start != end:
                 raise _unreadable(label, f"{name!r} has a gap or an overlap at element {end}", name)
             end = start + count

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import shutil
@@ -17,6 +18,7 @@ from shardproof.files import (
     PARTIAL,
     REMOVED,
     REPLACED,
+    FolderLock,
     current_folder,
     remove_folder,
     replace_folder,
@@ -26,8 +28,10 @@ from shardproof.foreign import open_foreign, read_foreign
 
 STATE_NAME = "state.json"
 CHECKSUMS_NAME = "checksums.txt"
+_PICKLED_INDEX = ".metadata"  # of torch DCP's own checkpoints
 _STEP_PATTERN = re.compile(r"step-(\d{1,18})")
 _CHUNK_BYTES = 8 * 2**20
+_NO_LOCKS = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL}
 
 Sum = tuple[str, int, int]  # a file's name, its size, its checksum
 
@@ -40,6 +44,15 @@ def disk_errors(stage: str, what: str) -> Iterator[None]:
     except OSError as error:
         reason = error.strerror or type(error).__name__
         raise fail("E408", stage, f"{what}: {reason}.", rank=dist.get_rank()) from error
+
+
+def claim_folder(lock: FolderLock, stage: str) -> None:
+    """Take the lock, or raise with its holder. Where the file system has no locks, saves go on without."""
+    try:
+        lock.acquire(stage)
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
 
 
 def list_checkpoints(root: Path) -> list[Path]:
@@ -134,6 +147,11 @@ def _last_line(raw: bytes) -> str:
 def read_sums(folder: Path) -> dict[str, tuple[int, int]]:
     """{file: (size, checksum)} as noted, if the note is whole and the folder has just these files, of these sizes."""
     label = name_of(folder)
+    if (folder / _PICKLED_INDEX).exists():
+        message = (
+            f"{label}: its index is a pickle, {_PICKLED_INDEX}: reading it could run code, so it is not read."
+        )
+        raise fail("E409", "resume", message)
     if not (folder / CHECKSUMS_NAME).exists():
         message = (
             f"{label}: {CHECKSUMS_NAME} is missing: the checkpoint is damaged, or older than version 0.1.0."

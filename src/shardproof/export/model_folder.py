@@ -8,6 +8,7 @@ from pathlib import Path
 
 from shardproof.checkpoint.reader import INDEX_NAME
 from shardproof.errors import ShardproofError, fail
+from shardproof.export.folders import claim_folder
 from shardproof.files import (
     LOCK_NAME,
     PARTIAL,
@@ -106,7 +107,7 @@ class ModelFolder:
         if self.target.is_dir():
             shutil.copymode(self.target, self.partial)
         self._lock = FolderLock(self.partial)
-        self._lock.acquire(STAGE)
+        claim_folder(self._lock, STAGE)
 
     def publish(self, files: set[str]) -> None:
         """Make the folder hold the new files, of which `files` are the weights, instead of the old. Rank 0 alone."""

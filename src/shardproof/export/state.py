@@ -38,6 +38,7 @@ from shardproof.export.folders import (
     check_seen,
     check_sums,
     checksum,
+    claim_folder,
     clear_leftovers,
     disk_errors,
     find_checkpoint,
@@ -143,7 +144,7 @@ def _check_request(root: Path, extra: dict[str, Any], number: int, keep: int | N
 def _claim(root: Path, lock: FolderLock) -> None:
     """Keep other saves out of the folder, and remove what ended ones left in it. Rank 0 alone."""
     with disk_errors("save", f"{root} cannot be written"):
-        lock.acquire("save")
+        claim_folder(lock, "save")
         try:
             clear_leftovers(root)
         except BaseException:
