@@ -8,9 +8,13 @@ import io
 import pytest
 import torch.distributed as dist
 
+from shardproof.config.load import from_json
+from shardproof.errors import ConfigError
+from shardproof.rl.checks import check_inputs
 from shardproof.rl.reward_failures import result_together
 from shardproof.rl.reward_functions import BUILT_IN
 from shardproof.rl.rewards import RewardRunner, RewardSpec
+from tests.integration.runs import small_recipe, write_rows
 from tests.ranks import run_ranks, run_ranks_outcomes
 
 
@@ -71,3 +75,18 @@ def test_the_terminal_is_shown_text_and_no_commands():
     ((_, shown),) = run_ranks(1, score, [["hostile", "1"]])
     assert shown.count("\n") == 1 and shown.isascii() and shown.strip().isprintable()
     assert r"\x1b]0;title\x07 second line \u202e" in shown
+
+
+def test_rows_that_a_reward_can_never_score_are_refused_before_the_start(tmp_path):
+    rows = [
+        {"prompt": "1+1=", "answer": "2", "completion": "2"},
+        {"prompt": "1+2=", "answer": None, "completion": "3"},
+    ]
+    data = write_rows(tmp_path / "rows.jsonl", rows)
+    sources = [f"data.train={data}", f"data.evaluation={data}"]
+    for override in sources:
+        with pytest.raises(ConfigError, match=r"C005 data: .*rows.jsonl:2: reward 'exact_match': .*is null"):
+            check_inputs(from_json(small_recipe(tmp_path / "run", override)))
+    # Completions that are imitated are not scored.
+    held_out = f"data.evaluation={write_rows(tmp_path / 'good.jsonl', rows[:1])}"
+    check_inputs(from_json(small_recipe(tmp_path / "run", "algorithm.name=sft", sources[0], held_out)))
