@@ -31,6 +31,7 @@ setup: $(STAMP)
 
 # torch first and alone, so that a local build of it (CPU or CUDA) satisfies what the other packages ask for.
 $(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) scripts/check_python.py
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q $(TORCH)
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
@@ -46,6 +47,7 @@ vllm: $(VLLM_STAMP)
 demo: $(STAMP)
 	@rm -rf runs/demo
 	@$(BIN)/python -m shardproof.demo recipes/tiny.toml output.folder=runs/demo
+	@echo "the command: $(BIN)/shardproof train recipes/tiny.toml    (or once: source $(BIN)/activate)"
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -75,6 +75,15 @@ def test_a_rank_killed_with_9_at_a_random_step_changes_nothing_in_the_end(tmp_pa
     assert (tmp_path / "model" / "model.safetensors").exists()
 
 
+def test_ranks_that_are_started_again_come_to_the_same_end(tmp_path, uninterrupted):
+    process = start(*SETTINGS, f"output.folder={tmp_path}", "--max-restarts", "1")
+    wait_for_step(process, tmp_path, 5)
+    ranks_of(process)[1].kill()
+    code, output = finish(process)
+    assert code == 0, output
+    assert trajectory(tmp_path) == uninterrupted
+
+
 def test_sigterm_and_ctrl_c_save_and_stop_and_the_same_command_goes_on(tmp_path, uninterrupted):
     arguments = (*SETTINGS, "output.save_every=0", f"output.folder={tmp_path}")
     process = start(*arguments)
