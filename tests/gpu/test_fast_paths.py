@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
 from typing import Any
@@ -24,10 +25,13 @@ from shardproof.model import hf_private
 from shardproof.model.compiling import is_compiled
 from shardproof.model.experts import grouped_experts
 from shardproof.model.head import HeadFacts, token_logprobs
-from shardproof.rollout.decode import Prefilled, decode, last_logits
+from shardproof.rollout import graphs
+from shardproof.rollout.decode import decode, last_logits
 from shardproof.rollout.engine import Completion, Request, Sampling
+from shardproof.rollout.fused import FusedStep
 from shardproof.rollout.progress import Progress
-from shardproof.rollout.static import FixedDecoder, ModelStep
+from shardproof.rollout.proof import CAPACITY
+from shardproof.rollout.static import FixedDecoder
 from tests.gpu.test_cuda import ONE_NCCL, TWO_GLOO, on_ranks
 
 CUDA = torch.device("cuda")
@@ -217,38 +221,219 @@ def test_fused_decoding_is_as_exact_as_the_model(config):
         assert errors[0] < 1.2 * errors[1] + 1e-4
 
 
-class _Wrong:
-    """A step that computes something else."""
-
-    def __init__(self, model: Any, rows: int, capacity: int):
-        self._step = ModelStep(model, rows, capacity, CUDA)
-
-    def fill(self, started: Prefilled) -> None:
-        self._step.fill(started)
-
-    def __call__(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        return self._step(ids, positions).roll(1, -1)
+def make_model(config: PreTrainedConfig) -> PreTrainedModel:
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).to(CUDA).eval()
 
 
-class _Failing(_Wrong):
-    """A step whose kernels do not compile."""
+def requests_of(rows: int) -> list[Request]:
+    return [
+        Request(tuple((7 * row + 3 * at) % 1000 for at in range(3 + row % 9)), row) for row in range(rows)
+    ]
 
-    def __call__(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        raise RuntimeError("no such instruction")
+
+def complete(decoder: FixedDecoder, rows: int, tokens: int = 20) -> list[Completion]:
+    with torch.no_grad():
+        return decoder(requests_of(rows), Sampling(tokens, stop_ids=(5, 6)), 0)
 
 
-@pytest.mark.parametrize(("step", "reason"), [(_Wrong, "differ"), (_Failing, "no such instruction")])
-def test_kernels_that_are_wrong_are_not_used(monkeypatch, caplog, step, reason):
+@pytest.mark.parametrize("config", [DENSE, MOE], ids=["dense", "moe"])
+@pytest.mark.parametrize("rows", [1, 5, 16, 32, 33, 64, 70])
+def test_kernels_that_are_right_are_used_with_any_number_of_rows(caplog, rows, config):
+    decoder = FixedDecoder(make_model(config), CUDA)
+    complete(decoder, rows)
+    assert decoder._fuses and decoder._draws and decoder._records
+    assert "kernels" not in caplog.text
+    assert decoder._proved == {("fused kernels", rows), ("kernels that draw", rows, 1.0, 2)}
+
+
+def wrong_in_large_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    from shardproof.rollout import kernels
+
+    project = kernels.project
+
+    def changed(x: torch.Tensor, *args: Any) -> torch.Tensor:
+        sums = project(x, *args)
+        return sums.roll(1, 1) if kernels.rows_at_a_time(len(x)) > 16 else sums
+
+    monkeypatch.setattr(kernels, "project", changed)
+
+
+def wrong_in_the_last_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    from shardproof.rollout import kernels
+
+    gate_up = kernels.gate_up
+
+    def changed(x: torch.Tensor, *args: Any) -> torch.Tensor:
+        gated = gate_up(x, *args)
+        gated[-1] = 0
+        return gated
+
+    monkeypatch.setattr(kernels, "gate_up", changed)
+
+
+def wrong_beyond_the_first_cached_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    from shardproof.rollout import kernels
+
+    attend = kernels.attend
+
+    def changed(*args: Any) -> torch.Tensor:
+        positions = args[4]
+        return torch.where(positions > kernels._BLOCK_T, 0, attend(*args))
+
+    monkeypatch.setattr(kernels, "attend", changed)
+
+
+def wrong_when_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    from shardproof.rollout import kernels
+
+    attend = kernels.attend
+
+    def changed(*args: Any) -> torch.Tensor:
+        return attend(*args) * (0 if torch.cuda.is_current_stream_capturing() else 1)
+
+    monkeypatch.setattr(kernels, "attend", changed)
+
+
+def fails_to_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    from shardproof.rollout import kernels
+
+    monkeypatch.setattr(kernels, "_BLOCK_T", 48)  # Triton wants a power of two
+
+
+def _while_capturing(monkeypatch: pytest.MonkeyPatch, fail: Callable[[], object]) -> None:
+    from shardproof.rollout import kernels
+
+    attend = kernels.attend
+
+    def changed(*args: Any) -> torch.Tensor:
+        if torch.cuda.is_current_stream_capturing():
+            fail()
+        return attend(*args)
+
+    monkeypatch.setattr(kernels, "attend", changed)
+
+
+def fails_at_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise RuntimeError("not while a graph is captured")
+
+    _while_capturing(monkeypatch, fail)
+
+
+def breaks_the_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    _while_capturing(monkeypatch, torch.cuda.synchronize)
+
+
+def fails_at_capture_of_a_longer_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Comparing goes well; what is decoded with does not."""
     import shardproof.rollout.static as static
 
-    monkeypatch.setattr(static, "FusedStep", step)
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(DENSE, dtype=torch.bfloat16).to(CUDA).eval()
+    class Step(FusedStep):
+        def __init__(self, model: Any, rows: int, capacity: int):
+            super().__init__(model, rows, capacity)
+            self._fails = capacity != CAPACITY
+
+        def __call__(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+            if self._fails and torch.cuda.is_current_stream_capturing():
+                raise RuntimeError("not while a graph is captured")
+            return super().__call__(ids, positions)
+
+    monkeypatch.setattr(static, "FusedStep", Step)
+
+
+def fails_at_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first graph that is replayed to decode, which runs our kernels."""
+    capture, made = graphs.capture, []
+
+    def changed(step: Any, *args: Any) -> Any:
+        made.append(capture(step, *args))
+        return fail if len(made) == 3 else made[-1]  # after those of the two comparisons
+
+    def fail() -> None:
+        raise RuntimeError("this graph cannot be launched")
+
+    monkeypatch.setattr(graphs, "capture", changed)
+
+
+FAULTS = [
+    (wrong_in_large_blocks, "differ", (32, 64)),
+    (wrong_in_the_last_row, "differ", (5, 64)),
+    (wrong_beyond_the_first_cached_block, "differ", (5, 64)),
+    (wrong_when_captured, "differ", (5, 64)),
+    (fails_to_compile, "failed", (1, 5)),
+    (fails_at_capture, "not while a graph is captured", (5,)),
+    (breaks_the_capture, "failed", (5,)),
+    (fails_at_capture_of_a_longer_cache, "not while a graph is captured", (5,)),
+    (fails_at_replay, "this graph cannot be launched", (5,)),
+]
+
+
+@pytest.mark.parametrize(
+    ("fault", "said", "rows"), [(fault, said, rows) for fault, said, all_rows in FAULTS for rows in all_rows]
+)
+def test_kernels_that_are_wrong_or_fail_are_not_used(monkeypatch, caplog, fault, said, rows):
+    model = make_model(DENSE)
+    stream = torch.cuda.current_stream()
+    with monkeypatch.context() as patch:
+        fault(patch)
+        decoder = FixedDecoder(model, CUDA)
+        found = complete(decoder, rows)
+        again = complete(decoder, rows)
+    assert not decoder._fuses
+    assert said in caplog.text
+    assert torch.cuda.current_stream() == stream
+    plain = FixedDecoder(model, CUDA)
+    plain._fuses, plain._draws, plain._records = False, decoder._draws, decoder._records
+    # The model as it is written, in graphs.
+    assert decoder._records
+    assert found == again == complete(plain, rows)
+
+
+def test_kernels_that_are_wrong_in_large_blocks_are_used_in_small_ones(monkeypatch, caplog):
+    wrong_in_large_blocks(monkeypatch)
+    decoder = FixedDecoder(make_model(DENSE), CUDA)
+    complete(decoder, 16)
+    assert decoder._fuses
+    complete(decoder, 17)
+    assert not decoder._fuses
+
+
+def test_graphs_that_fail_are_given_up(monkeypatch, caplog):
+    def fail(*args: Any) -> None:
+        raise RuntimeError("no graphs today")
+
+    model = make_model(DENSE)
+    plain = FixedDecoder(model, CUDA)
+    plain._fuses = plain._draws = plain._records = False
+    expected = complete(plain, 5)
+    monkeypatch.setattr(graphs, "capture", fail)
     decoder = FixedDecoder(model, CUDA)
+    assert complete(decoder, 5) == expected
+    assert not decoder._fuses and not decoder._records
+    assert "without CUDA graphs" in caplog.text
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+@pytest.mark.parametrize("rows", [2, 64])
+def test_draws_that_are_wrong_are_not_used(monkeypatch, caplog, rows, temperature):
+    from shardproof.rollout import draw_kernels
+
+    record = draw_kernels.record
+
+    def changed(progress: Progress, temperature: float, logits: torch.Tensor) -> None:
+        record(progress, temperature + 0.3, logits)
+
+    monkeypatch.setattr(draw_kernels, "record", changed)
+    model = make_model(DENSE)
+    decoder, plain = FixedDecoder(model, CUDA), FixedDecoder(model, CUDA)
+    plain._draws = False
+    sampling = Sampling(9, temperature=temperature)
     with torch.no_grad():
-        assert len(decoder([Request((5, 6, 7), 0)], Sampling(4), 0)[0].tokens) == 4
-    assert decoder._fuses is False
-    assert reason in caplog.text
+        found, expected = (each(requests_of(rows), sampling, 0) for each in (decoder, plain))
+    assert decoder._fuses and not decoder._draws
+    assert found == expected
+    assert "without kernels that draw" in caplog.text
 
 
 def test_a_step_for_which_the_host_waits_is_not_captured(caplog):

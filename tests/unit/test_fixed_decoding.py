@@ -6,11 +6,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from shardproof.rollout import static
+from shardproof.rollout import graphs, static
 from shardproof.rollout.decode import decode
 from shardproof.rollout.engine import Request, Sampling
+from shardproof.rollout.proof import CAPACITY
 from shardproof.rollout.static import FixedDecoder, ModelStep, fits
-from tests.models import make_checkpoint
+from tests.models import make_checkpoint, tiny_config
 
 CPU = torch.device("cpu")
 PROMPTS = [(5, 6, 7), (9,), (5, 6, 7), tuple(range(20, 37))]
@@ -89,54 +90,245 @@ def test_memory_is_used_again_and_leaves_nothing_behind(model):
     assert len(decoder._loops) == 1
 
 
-class OtherStep(ModelStep):
-    """A fused step that can be told to compute something else, or to fail."""
+class Graphs:
+    """CUDA graphs where there is no CUDA: a step is run when it is recorded and when it is replayed, and knows it."""
 
-    fault = None
+    def __init__(self, fails_at=None):
+        self.fails_at = fails_at
+        self.now = "eager"
+        self.recorded = 0
+
+    def capture(self, step, device, rewind=lambda: None):
+        for _ in range(2):
+            step()
+            rewind()
+        self._run("capture", step)
+        self.recorded += 1
+        return lambda: self._run("replay", step)
+
+    def _run(self, now, step):
+        if self.fails_at == now:
+            raise RuntimeError(f"no {now} today")
+        self.now = now
+        try:
+            step()
+        finally:
+            self.now = "eager"
+
+
+@pytest.fixture
+def recording(monkeypatch):
+    """Makes graphs that fail where they are told to."""
+
+    def make(fails_at=None):
+        made = Graphs(fails_at)
+        monkeypatch.setattr(graphs, "can_capture", lambda device, rows: rows > 1)
+        monkeypatch.setattr(graphs, "capture", made.capture)
+        return made
+
+    return make
+
+
+class OtherStep(ModelStep):
+    """A fused step that is wrong, or fails, somewhere."""
+
+    is_wrong = staticmethod(lambda rows, positions, now: False)  # which rows
+    fails = staticmethod(lambda capacity, now: False)
+    recorder = None
 
     def __init__(self, model, rows, capacity):
         super().__init__(model, rows, capacity, CPU)
+        self._capacity = capacity
 
     def __call__(self, ids, positions):
-        if self.fault == "fails":
+        now = self.recorder.now if self.recorder is not None else "eager"
+        if self.fails(self._capacity, now):
             raise RuntimeError("no such instruction")
         logits = super().__call__(ids, positions)
-        return logits.roll(1, -1) if self.fault == "differs" else logits
+        wrong = self.is_wrong(len(ids), positions, now)
+        return torch.where(torch.as_tensor(wrong).expand_as(positions), logits.roll(1, -1), logits)
+
+
+def many(rows, length=3):
+    return [Request(tuple((7 * row + 3 * at) % 64 for at in range(length)), row) for row in range(rows)]
+
+
+WRONG = {
+    "everywhere": lambda rows, positions, now: True,
+    "in blocks of more than 16 rows": lambda rows, positions, now: rows > 16,
+    "in the last row": lambda rows, positions, now: torch.arange(rows)[:, None] == rows - 1,
+    "beyond the first cached block": lambda rows, positions, now: positions > 64,
+    "beyond the second cached block": lambda rows, positions, now: positions > 128,
+    "when it is replayed": lambda rows, positions, now: now == "replay",
+}
+FAILS = {
+    "everywhere": lambda capacity, now: True,
+    "when it is recorded": lambda capacity, now: now == "capture",
+    "when it is replayed": lambda capacity, now: now == "replay",
+    "in longer caches": lambda capacity, now: capacity > CAPACITY,
+    "when it is recorded with a longer cache": lambda capacity, now: capacity > CAPACITY and now == "capture",
+    "when it is replayed with a longer cache": lambda capacity, now: capacity > CAPACITY and now == "replay",
+}
+
+
+def decode_with(model, monkeypatch, recorder, requests, sampling, **fault):
+    step = type(
+        "Step", (OtherStep,), {"recorder": recorder, **{k: staticmethod(v) for k, v in fault.items()}}
+    )
+    monkeypatch.setattr(static, "FusedStep", step)
+    decoder = FixedDecoder(model, CPU)
+    decoder._fuses = True  # the model can be fused
+    assert_same(fixed(decoder, requests, sampling), grown(model, requests, sampling))
+    return decoder
+
+
+@pytest.mark.parametrize("rows", [1, 4, 20])
+def test_a_fused_step_that_is_right_is_used(model, monkeypatch, caplog, recording, rows):
+    recorder = recording()
+    requests = many(rows)
+    decoder = decode_with(model, monkeypatch, recorder, requests, Sampling(9))
+    assert decoder._fuses
+    assert caplog.text == ""
+    recorded = recorder.recorded
+    assert recorded == (0 if rows == 1 else 2)  # one to compare, one to decode
+    for again in (requests, [Request(r.tokens[::-1], r.seed + 5) for r in requests]):
+        assert_same(fixed(decoder, again, Sampling(9)), grown(model, again, Sampling(9)))
+    assert recorder.recorded == recorded
+    assert decoder._proved == {("fused kernels", rows)}
+
+
+@pytest.mark.parametrize("where", WRONG)
+def test_a_fused_step_that_is_wrong_somewhere_is_not_used(model, monkeypatch, caplog, recording, where):
+    decoder = decode_with(model, monkeypatch, recording(), many(20), Sampling(9), is_wrong=WRONG[where])
+    assert not decoder._fuses
+    assert "without fused kernels: their log-probs differ" in caplog.text
+    assert len(decoder._loops) == 1
+
+
+def test_a_fused_step_is_compared_with_every_number_of_rows(model, monkeypatch, caplog, recording):
+    wrong = WRONG["in blocks of more than 16 rows"]
+    decoder = decode_with(model, monkeypatch, recording(), many(16), Sampling(9), is_wrong=wrong)
+    assert decoder._fuses
+    assert_same(fixed(decoder, many(17), Sampling(9)), grown(model, many(17), Sampling(9)))
+    assert not decoder._fuses
+    assert "differ" in caplog.text
+
+
+@pytest.mark.parametrize("where", FAILS)
+def test_a_fused_step_that_fails_somewhere_is_given_up(model, monkeypatch, caplog, recording, where):
+    requests, sampling = many(6, 250), Sampling(9)  # longer than what steps are compared with
+    recorder = recording()
+    decoder = decode_with(model, monkeypatch, recorder, requests, sampling, fails=FAILS[where])
+    assert not decoder._fuses
+    assert "no such instruction" in caplog.text
+    # The model as it is written is still recorded.
+    before = recorder.recorded
+    assert before > 0 and decoder._records
+    assert_same(fixed(decoder, requests, sampling), grown(model, requests, sampling))
+    assert recorder.recorded == before
+
+
+@pytest.mark.parametrize("fails_at", ["capture", "replay"])
+def test_graphs_that_fail_are_given_up_last(model, monkeypatch, caplog, recording, fails_at):
+    decoder = decode_with(model, monkeypatch, recording(fails_at), many(6), Sampling(9))
+    assert not decoder._fuses and not decoder._records
+    assert "without CUDA graphs" in caplog.text
+    assert len([r for r in caplog.records if r.levelname == "WARNING"]) == 2
+
+
+def test_a_model_that_fails_is_not_hidden(model, monkeypatch, recording):
+    recording()
+
+    def fail(self, ids, positions):
+        raise RuntimeError("a mistake in the model")
+
+    monkeypatch.setattr(ModelStep, "__call__", fail)
+    decoder = FixedDecoder(model, CPU)
+    with pytest.raises(RuntimeError, match="a mistake in the model"):
+        fixed(decoder, many(3), Sampling(9))
+
+
+def test_memory_that_runs_out_is_not_taken_for_a_kernel_that_fails(model, monkeypatch, recording):
+    recording()
+
+    def fail(self, started):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(ModelStep, "fill", fail)
+    decoder = FixedDecoder(model, CPU)
+    with pytest.raises(torch.OutOfMemoryError):
+        fixed(decoder, many(3), Sampling(9))
+    assert decoder._records
+
+
+@pytest.mark.parametrize("initializer_range", [0.1, 0.02])
+def test_what_a_step_may_be_off_by_follows_the_model(monkeypatch, recording, initializer_range):
+    """A model of which the context says little: a step that forgets part of it is found all the same."""
+    torch.manual_seed(0)
+    config = tiny_config("llama", initializer_range=initializer_range)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa").eval()
+
+    class Forgetful(OtherStep):
+        """It does not see the first cached block."""
+
+        def fill(self, started):
+            super().fill(started)
+            if started.length > 100:
+                self._mask[..., :64] = False
+
+    for step, used in ((OtherStep, True), (Forgetful, False)):
+        monkeypatch.setattr(static, "FusedStep", step)
+        decoder = FixedDecoder(model, CPU)
+        decoder._fuses = True
+        assert_same(fixed(decoder, many(4), Sampling(3)), grown(model, many(4), Sampling(3)))
+        assert decoder._fuses is used
+
+
+def draw_with(fault, calls, recorder):
+    def record(progress, temperature, logits):
+        if fault == "fails" or (fault == "fails when it is recorded" and recorder.now == "capture"):
+            raise RuntimeError("no such instruction")
+        calls.append(temperature)
+        wrong = {
+            "differs": True,
+            "differs at other temperatures": temperature != 1.0,
+            "differs when it is replayed": recorder.now == "replay",
+            "differs in the last rows": torch.arange(len(logits))[:, None] >= 4,
+        }.get(fault, False)
+        progress.record(torch.where(torch.as_tensor(wrong), logits.roll(1, -1), logits))
+        if fault == "forgets the end":
+            progress.done.zero_()
+
+    return record
 
 
 @pytest.mark.parametrize(
-    ("fault", "used", "said"),
-    [(None, True, ""), ("differs", False, "differ by"), ("fails", False, "no such instruction")],
+    ("fault", "said"),
+    [
+        ("differs", "draw other tokens"),
+        ("differs at other temperatures", "draw other tokens"),
+        ("differs when it is replayed", "draw other tokens"),
+        ("differs in the last rows", "draw other tokens"),
+        ("forgets the end", "lose count"),
+        ("fails", "no such instruction"),
+        ("fails when it is recorded", "no such instruction"),
+    ],
 )
-def test_a_fused_step_is_used_if_it_computes_what_the_model_does(
-    model, monkeypatch, caplog, fault, used, said
-):
-    monkeypatch.setattr(static, "FusedStep", type("Step", (OtherStep,), {"fault": fault}))
+def test_kernels_that_draw_something_else_are_not_used(model, monkeypatch, caplog, recording, fault, said):
+    monkeypatch.setattr(static, "fused_record", draw_with(fault, [], recording()))
     decoder = FixedDecoder(model, CPU)
-    decoder._fuses = None  # it could, and has not been compared
-    requests = [Request(prompt, seed) for seed, prompt in enumerate(PROMPTS)]
-    assert_same(fixed(decoder, requests, Sampling(9)), grown(model, requests, Sampling(9)))
-    assert decoder._fuses is used
+    decoder._draws = True
+    for sampling in (Sampling(9, stop_ids=(1, 2)), Sampling(9, temperature=0.7, stop_ids=(1, 2))):
+        assert_same(fixed(decoder, many(6), sampling), grown(model, many(6), sampling))
+    assert not decoder._draws
     assert said in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("fault", "used", "said"),
-    [(None, True, ""), ("differs", False, "draw other tokens"), ("fails", False, "no such instruction")],
-)
-def test_kernels_that_draw_are_used_if_they_draw_what_was_asked_for(
-    model, monkeypatch, caplog, fault, used, said
-):
-    def record(progress, temperature, logits):
-        if fault == "fails":
-            raise RuntimeError("no such instruction")
-        calls.append(temperature)
-        progress.record(logits.roll(1, -1) if fault == "differs" else logits)
-
+def test_kernels_that_draw_what_was_asked_for_are_used(model, monkeypatch, caplog):
     calls = []
-    monkeypatch.setattr(static, "fused_record", record)
+    monkeypatch.setattr(static, "fused_record", draw_with(None, calls, Graphs()))
     decoder = FixedDecoder(model, CPU)
-    decoder._draws = None
+    decoder._draws = True
     requests = [Request(prompt, seed) for seed, prompt in enumerate(PROMPTS)]
     for sampling in (
         Sampling(9),
@@ -145,10 +337,10 @@ def test_kernels_that_draw_are_used_if_they_draw_what_was_asked_for(
         Sampling(9, top_p=0.5),
     ):
         assert_same(fixed(decoder, requests, sampling), grown(model, requests, sampling))
-    assert decoder._draws is used
-    assert said in caplog.text
-    # Once to compare; then all draws of the two that they are for.
-    assert calls == {None: [1.0] * 10 + [0.7] * 9, "differs": [1.0], "fails": []}[fault]
+    assert decoder._draws
+    assert caplog.text == ""
+    # Three to compare; then all draws of the two that they are for.
+    assert calls == [1.0] * 12 + [0.7] * 12
 
 
 def test_no_requests(model):

@@ -20,6 +20,7 @@ from shardproof.rollout import fused
 from shardproof.rollout.decode import Prefilled
 from shardproof.rollout.engine import Request
 from shardproof.rollout.fused import FusedStep, can_fuse
+from shardproof.rollout.proof import CAPACITY, compare_steps
 from shardproof.rollout.static import ModelStep
 from tests.models import tiny_config
 
@@ -114,6 +115,48 @@ def test_step_by_step_what_the_model_says(plain_kernels, family, overrides):
             torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
             ids, positions = expected.argmax(-1, keepdim=True), positions + 1
     assert getattr(model.config, "_experts_implementation", None) == before
+
+
+def seen_from(first):
+    """`attend` that does not see what stands before position `first(position)`."""
+
+    def changed(sums, tables, norms, cache, positions, scale):
+        kept = [states.clone() for states in cache]
+        for row, position in enumerate(positions[:, 0].tolist()):
+            start = first(position)
+            for states in cache:
+                # Moved out of sight: the rest of the row stands where its own positions are.
+                states[row, :, :start] = states[row, :, start : start + 1]
+        out = attend(sums, tables, norms, cache, positions, scale)
+        for states, before in zip(cache, kept, strict=True):
+            for row, position in enumerate(positions[:, 0].tolist()):
+                states[row, :, :position] = before[row, :, :position]
+        return out
+
+    return changed
+
+
+@pytest.mark.parametrize("rows", [3, 20])
+@pytest.mark.parametrize(
+    ("family", "fault"),
+    [
+        ("qwen3_tied", None),
+        ("qwen2", None),
+        ("qwen3_moe", None),
+        ("mixtral", None),
+        ("qwen3_tied", lambda position: max(0, position - 64)),
+        ("qwen3_moe", lambda position: max(0, position - 64)),
+        ("llama", lambda position: position // 128 * 64),
+    ],
+)
+def test_what_is_compared_before_it_is_used(plain_kernels, monkeypatch, family, fault, rows):
+    model = make_model(family, initializer_range=0.1)
+    if fault is not None:
+        monkeypatch.setattr(sys.modules["shardproof.rollout.kernels"], "attend", seen_from(fault))
+    steps = [FusedStep(model, rows, CAPACITY), ModelStep(model, rows, CAPACITY, CPU)]
+    with torch.no_grad():
+        problem = compare_steps(model, CPU, rows, *steps, has_experts="moe" in family or family == "mixtral")
+    assert (problem is None) == (fault is None)
 
 
 def test_experts_that_fail_leave_the_model_as_it_was(plain_kernels):

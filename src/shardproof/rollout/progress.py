@@ -49,11 +49,12 @@ class Progress:
         self.step.add_(1)
 
 
-def draws_rightly(progress: Progress, logits: torch.Tensor) -> bool:
-    """Whether the tokens drawn first, at temperature 1, are those that the rows' numbers ask for, but for rounding."""
-    every = torch.log_softmax(logits.double(), -1)
-    token, uniform = progress.tokens[0][:, None], progress.uniform[0][:, None]
+def draws_rightly(progress: Progress, step: int, logits: torch.Tensor) -> bool:
+    """Whether the tokens drawn in a step, the last one, are those that the rows' numbers ask for, but for rounding."""
+    every = torch.log_softmax(logits.double() / progress.sampling.temperature, -1)
+    token, uniform = progress.tokens[step][:, None], progress.uniform[step][:, None]
     logprob = every.gather(1, token)
     end = every.exp().cumsum(-1).gather(1, token)
     is_there = (uniform < end + _ROUNDING) & (uniform >= end - logprob.exp() - _ROUNDING)
-    return bool((is_there & ((logprob - progress.logprobs[0][:, None]).abs() < 1e-2)).all())
+    is_there &= (logprob - progress.logprobs[step][:, None]).abs() < 1e-2
+    return bool((is_there & (progress.ids == token)).all())

@@ -8,11 +8,10 @@ it is captured once and replayed. Prompts are read as ever, into a growing cache
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,11 +19,14 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel, StaticCache
 from transformers.cache_utils import StaticLayer
 
+from shardproof.model import hf_private
 from shardproof.model.compiling import can_compile
+from shardproof.rollout import graphs
 from shardproof.rollout.decode import Prefilled, last_logits
 from shardproof.rollout.engine import Completion, Request, Sampling
 from shardproof.rollout.fused import FusedStep, can_fuse, fused_record
-from shardproof.rollout.progress import Progress, draws_rightly
+from shardproof.rollout.progress import Progress
+from shardproof.rollout.proof import CAPACITY, Step, compare_draws, compare_steps
 
 logger = logging.getLogger(__name__)
 
@@ -33,9 +35,6 @@ FIXED = "shardproof_fixed_cache"
 _LENGTH_STEP = 128
 _CHECK_EVERY = 8  # steps between two looks at whether every row has finished
 _KEPT = 3  # graphs: for training, for evaluation, and for the canary
-_COMPARED = 4  # rows on which kernels are compared with plain code
-# Of their log-probs, by how likely the tokens are; 16 bits may send a token to another expert.
-_MAX_DISTANCE = 0.25
 
 
 def grouped_attention(
@@ -72,18 +71,6 @@ def fits(model: PreTrainedModel) -> bool:
         return False
 
 
-class Step(Protocol):
-    """A model that takes one new token a row, in memory that stays where it is."""
-
-    def fill(self, started: Prefilled) -> None:
-        """Begin after the prompts."""
-        ...
-
-    def __call__(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Logits [rows, vocabulary] after tokens [rows, 1] at positions [rows, 1]."""
-        ...
-
-
 class ModelStep:
     """The model as it is written, over transformers' cache of fixed size."""
 
@@ -114,88 +101,118 @@ class ModelStep:
 
 
 class FixedDecoder:
-    """Decodes batches with one model. The model's parameters may be written between calls, not moved."""
+    """Decodes batches with one model. The model's parameters may be written between calls, not moved.
+
+    It takes the fastest way that has been shown to be right, and a plainer one where that fails: kernels of our own in
+    graphs, the model as it is written in graphs, and without them. What is drawn is the same in all.
+    """
 
     def __init__(self, model: PreTrainedModel, device: torch.device):
         self._model = model
         self._device = device
         self._loops: dict[Any, _Loop] = {}
-        # Whether steps, and draws, run through kernels of our own; None: they could, and have not yet been compared.
-        self._fuses: bool | None = None if can_fuse(model, device) else False
-        self._draws: bool | None = None if can_compile(device, model.dtype) else False
+        # Whether steps, and draws, may run through kernels of our own, and be recorded; each can only be lost.
+        self._fuses = can_fuse(model, device)
+        self._draws = can_compile(device, model.dtype)
+        self._records = True
+        self._proved: set[tuple[Any, ...]] = set()  # what kernels have shown, with how many rows
 
     def __call__(self, requests: Sequence[Request], sampling: Sampling, version: int) -> list[Completion]:
         """Complete all requests in one batch."""
         if not requests:
             return []
         started = Prefilled(self._model, requests, self._device)
-        needed = started.length + sampling.max_new_tokens
-        length = -(-needed // _LENGTH_STEP) * _LENGTH_STEP
-        key = (len(requests), length, sampling)
-        loop = self._loops.pop(key, None)
-        if loop is None:
-            while len(self._loops) >= _KEPT:
-                self._loops.pop(next(iter(self._loops)))
-            loop = self._loop(requests, started, length, sampling)
-        self._loops[key] = loop
-        tokens, logprobs = loop.run(started, [request.seed for request in requests])
+        seeds = [request.seed for request in requests]
+        while True:
+            try:
+                tokens, logprobs = self._loop(started, seeds, sampling).run(started, seeds)
+                break
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # whatever compilers, launches, captures and replays raise
+                if not self._go_plainer(error):
+                    raise
         return [
             _completion(row, scores, sampling, version)
             for row, scores in zip(tokens.tolist(), logprobs.tolist(), strict=True)
         ]
 
-    def _loop(
-        self, requests: Sequence[Request], started: Prefilled, length: int, sampling: Sampling
-    ) -> _Loop:
+    def _go_plainer(self, error: Exception) -> bool:
+        """Give up the fastest way that is left, with all its memory; False if none is."""
+        self._loops.clear()
+        said = f"{type(error).__name__}: {error}"
+        if self._fuses or self._draws:
+            self._fuses = self._draws = False
+            logger.warning("decoding without kernels of our own: they failed (%s)", said)
+        elif self._records and graphs.can_capture(self._device, 2):
+            self._records = False
+            logger.warning("decoding without CUDA graphs: they failed (%s)", said)
+        else:
+            return False
+        return True
+
+    def _loop(self, started: Prefilled, seeds: list[int], sampling: Sampling) -> _Loop:
+        """The memory and the step for such a batch; of the last few, those that are there already."""
+        rows = len(seeds)
+        needed = started.length + sampling.max_new_tokens
+        length = -(-needed // _LENGTH_STEP) * _LENGTH_STEP
+        key = (rows, length, sampling)
+        loop = self._loops.pop(key, None)
+        if loop is None:
+            while len(self._loops) >= _KEPT:
+                self._loops.pop(next(iter(self._loops)))
+            loop = self._make_loop(started, seeds, length, sampling)
+        self._loops[key] = loop
+        return loop
+
+    def _make_loop(self, started: Prefilled, seeds: list[int], length: int, sampling: Sampling) -> _Loop:
         """With the fastest step, and the fastest draw, that compute what the plain ones compute."""
-        rows = len(requests)
-        if self._fuses is None:
-            self._fuses = _can_rely("fused kernels", partial(self._compare_steps, requests[:_COMPARED]))
-        if self._draws is None:
-            seeds = [request.seed for request in requests[:_COMPARED]]
-            self._draws = _can_rely("kernels that draw", partial(self._compare_draws, started, seeds))
+        rows, temperature = len(seeds), sampling.temperature
+        if self._fuses:
+            self._fuses = self._prove("fused kernels", (rows,), partial(self._compare_steps, rows))
+        if self._draws and _can_draw(sampling):
+            compare = partial(
+                compare_draws, fused_record, started.logits, started.last_positions, seeds, sampling
+            )
+            shape = (rows, temperature, len(sampling.stop_ids))
+            self._draws = self._prove("kernels that draw", shape, compare)
         step: Step = (
             FusedStep(self._model, rows, length)
             if self._fuses
             else ModelStep(self._model, rows, length, self._device)
         )
         progress = Progress(rows, sampling, self._device)
-        if self._draws and sampling.temperature > 0 and sampling.top_p == 1.0:
-            return _Loop(step, progress, partial(fused_record, progress, sampling.temperature))
-        return _Loop(step, progress, progress.record)
+        record = progress.record
+        if self._draws and _can_draw(sampling):
+            record = partial(fused_record, progress, temperature)
+        return _Loop(step, progress, record, self._records and graphs.can_capture(self._device, rows))
 
-    def _compare_steps(self, requests: Sequence[Request]) -> str | None:
-        """What is wrong with fused kernels: they say something else of the next token than the model."""
-        started = Prefilled(self._model, requests, self._device)
-        ids, positions = started.logits.argmax(-1, keepdim=True), started.last_positions + 1
-        rows, length = len(requests), started.length + 1
-        steps = FusedStep(self._model, rows, length), ModelStep(self._model, rows, length, self._device)
-        found = []
-        for step in steps:
-            step.fill(started)
-            found.append(torch.log_softmax(step(ids, positions).float(), -1))
-        # Likely tokens count: what is hardly ever drawn may be far off.
-        distance = float((found[1].exp() * (found[0] - found[1]).abs()).sum(-1).max())
-        return None if distance < _MAX_DISTANCE else f"their log-probs differ by {distance:.3g}"
+    def _compare_steps(self, rows: int) -> str | None:
+        """What is wrong with fused kernels for so many rows."""
+        fused = FusedStep(self._model, rows, CAPACITY)
+        plain = ModelStep(self._model, rows, CAPACITY, self._device)
+        has_experts = bool(hf_private.expert_modules(self._model))
+        return compare_steps(self._model, self._device, rows, fused, plain, has_experts)
 
-    def _compare_draws(self, started: Prefilled, seeds: list[int]) -> str | None:
-        """What is wrong with kernels that draw: other tokens, or log-probs, than the rows' numbers ask for."""
-        rows = len(seeds)
-        logits, progress = started.logits[:rows], Progress(rows, Sampling(1), self._device)
-        progress.begin(started.last_positions[:rows], seeds)
-        fused_record(progress, 1.0, logits)
-        return None if draws_rightly(progress, logits) else "they draw other tokens"
-
-
-def _can_rely(kernels: str, compare: Callable[[], str | None]) -> bool:
-    """Whether a comparison finds nothing wrong; says what it finds otherwise."""
-    try:
-        problem = compare()
-    except Exception as error:  # whatever a kernel's compiler and launcher raise
-        problem = f"they failed ({type(error).__name__}: {error})"
-    if problem is not None:
+    def _prove(self, kernels: str, how: tuple[Any, ...], compare: Callable[[], str | None]) -> bool:
+        """Whether a comparison, made once for all calls alike, finds nothing wrong; says what it finds otherwise."""
+        if (kernels, *how) in self._proved:
+            return True
+        try:
+            problem = compare()
+        except Exception as error:  # whatever a kernel's compiler and launcher raise
+            problem = f"they failed ({type(error).__name__}: {error})"
+        if problem is None:
+            self._proved.add((kernels, *how))
+            return True
+        self._loops.clear()
         logger.warning("decoding without %s: %s", kernels, problem)
-    return problem is None
+        return False
+
+
+def _can_draw(sampling: Sampling) -> bool:
+    """Whether kernels know how to draw that way."""
+    return sampling.temperature > 0 and sampling.top_p == 1.0
 
 
 def _completion(tokens: list[int], logprobs: list[float], sampling: Sampling, version: int) -> Completion:
@@ -208,26 +225,31 @@ def _completion(tokens: list[int], logprobs: list[float], sampling: Sampling, ve
 class _Loop:
     """The memory of one batch size, cache length and sampling, and the step that works in it."""
 
-    def __init__(self, step: Step, progress: Progress, record: Callable[[torch.Tensor], None]):
+    def __init__(
+        self, step: Step, progress: Progress, record: Callable[[torch.Tensor], None], captures: bool
+    ):
         self._model = step
         self._progress = progress
         self._record = record
         self._device = progress.tokens.device
-        self._captures = self._device.type == "cuda" and len(progress.tokens) > 1
-        self._graph: torch.cuda.CUDAGraph | None = None
+        self._captures = captures
+        self._replay: Callable[[], None] | None = None
         self._watch = _Watch(progress.done)
 
     def run(self, started: Prefilled, seeds: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """(tokens, log-probs), each [rows, steps], on the host."""
-        if self._captures and self._graph is None:
-            self._captures = self._capture(started, seeds)
         self._begin(started, seeds)
+        if self._captures and self._replay is None:
+            self._replay = graphs.capture(self._advance, self._device, self._progress.step.zero_)
+            self._captures = self._replay is not None
+            self._begin(started, seeds)  # what was written to record the step is written over
         self._record(started.logits)
+        advance = self._replay or self._advance
         steps, taken = len(self._progress.tokens), 1
         for taken in range(1, steps + 1):
             if taken == steps or (taken % _CHECK_EVERY == 1 and self._watch.all_done()):
                 break
-            self._graph.replay() if self._graph is not None else self._advance()
+            advance()
         return self._progress.tokens[:taken].T.cpu(), self._progress.logprobs[:taken].T.cpu()
 
     def _begin(self, started: Prefilled, seeds: list[int]) -> None:
@@ -239,30 +261,6 @@ class _Loop:
     def _advance(self) -> None:
         """One step: the last token in, the next one out."""
         self._record(self._model(self._progress.ids, self._progress.positions))
-
-    def _capture(self, started: Prefilled, seeds: list[int]) -> bool:
-        """Run a step twice for what happens only once, then record it; what they write is written over by `run`.
-
-        A step for which the host waits, as it does for the token counts of experts that run one by one, cannot be
-        recorded.
-        """
-        self._begin(started, seeds)
-        stream = torch.cuda.Stream(self._device)
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):
-            self._advance()
-            self._progress.step.zero_()
-            waits = _host_waits(self._advance)
-            self._progress.step.zero_()
-        torch.cuda.current_stream(self._device).wait_stream(stream)
-        if waits:
-            logger.warning("decoding without CUDA graphs: the host waits for a step of this model")
-            return False
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self._advance()
-        self._graph = graph
-        return True
 
 
 class _Watch:
@@ -289,23 +287,6 @@ class _Watch:
         self._flag.copy_(self._done.all(), non_blocking=True)
         self._noted.record()
         return found
-
-
-def _host_waits(step: Callable[[], None]) -> bool:
-    """Whether the host waits for the device somewhere in a step, which is then not run to its end."""
-    before = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Synchronization debug mode")  # that it is a prototype
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        step()
-    except RuntimeError as error:
-        if "synchronizing" not in str(error):
-            raise
-        return True
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
-    return False
 
 
 @contextmanager
