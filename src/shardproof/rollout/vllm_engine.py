@@ -277,7 +277,7 @@ def _body(tokens: Sequence[int], seed: int, sampling: Sampling) -> dict[str, Any
         "top_p": sampling.top_p,
         "seed": seed,
         "logprobs": 0,
-        # The run says where completions end; what the checkpoint's generation config says does not count.
+        # The run says where completions end, and has read the checkpoint's generation config for that itself.
         "ignore_eos": True,
         "stop_token_ids": list(sampling.stop_ids),
         "detokenize": False,
