@@ -1,0 +1,130 @@
+"""vLLM on a CUDA device beside the trainer, in any version that is supported: weights arrive, and a fault is named."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shardproof as sp
+from shardproof.rollout.engine import Request, Sampling
+from shardproof.rollout.vllm_client import Deadline
+from shardproof.rollout.vllm_engine import VllmEngine
+from shardproof.rollout.vllm_server import VllmSettings
+from shardproof.rollout.vllm_versions import installed_version, interface_of
+from tests.models import make_checkpoint
+from tests.ranks import run_ranks
+from tests.vllm.support import change, failure, sync
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+
+SHAPE = {
+    **{"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "head_dim": 64},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2},
+}
+FAMILIES = {"qwen3_tied": {}, "qwen3_moe": {"moe_intermediate_size": 128}}
+PROMPTS = [(1, 2, 3, 4), (9, 8, 7), (100, 50, 25, 12, 6)]
+BACKEND = "cpu:gloo,cuda:nccl"
+
+
+def listening(session: int) -> set[str]:
+    """The addresses, in the kernel's hexadecimal, on which the processes of a session listen."""
+    sockets = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if int((process / "stat").read_text().rpartition(")")[2].split()[3]) != session:
+                continue
+            for link in (process / "fd").iterdir():
+                sockets.add(os.readlink(link))
+        except OSError:
+            continue  # it has ended
+    found = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for line in Path(table).read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in sockets:
+                found.add(fields[1].rpartition(":")[0])
+    return found
+
+
+def worst(engine: VllmEngine, completions: list[Any]) -> float:
+    """The largest difference between the engine's log-probs and the trainer's of the same tokens."""
+    sequences = [[*PROMPTS[k % 3], *c.tokens] for k, c in enumerate(completions)]
+    gaps = []
+    for k, row in enumerate(sp.logprobs(engine.policy, sequences, 0.7)):
+        said = torch.tensor(completions[k].logprobs)
+        gaps.append(float((row.cpu()[len(PROMPTS[k % 3]) - 1 :] - said).abs().max()))
+    return max(gaps)
+
+
+def forget(engine: VllmEngine) -> None:
+    """Let payload and manifest both lack a tensor: only the ledger of writes can tell."""
+    assert engine.delivery is not None
+    transfer, name = engine.delivery.transfer, "model.layers.1.self_attn.k_proj.weight"
+
+    def lossy(payload: Any, deadline: Deadline) -> None:
+        if payload.version == engine.policy.version:
+            address = payload.update["address"]
+            kept = [row for row in address["tensors"] if row[0] != name]
+            manifest = [row for row in payload.update["manifest"] if row[0] != name]
+            update = {"address": {**address, "tensors": kept}, "manifest": manifest}
+            payload = replace(payload, update=update)
+        transfer(payload, deadline)
+
+    engine.delivery.transfer = lossy  # type: ignore[method-assign]
+
+
+def serve(folder: str, log: str) -> dict[str, Any]:
+    os.environ["VLLM_USE_FLASHINFER_SAMPLER"] = "0"  # FlashInfer is optional, and it compiles for minutes
+    policy = sp.load(folder, device="cuda", compute_dtype=torch.bfloat16)
+    settings = VllmSettings(max_model_len=128, gpu_memory_utilization=0.1, enforce_eager=True, log=log)
+    engine = VllmEngine(policy, settings)
+    requests = [Request(PROMPTS[k % 3], seed=k) for k in range(6)]
+    found: dict[str, Any] = {"gaps": [], "worsts": [], "versions": []}
+    try:
+        assert engine.delivery is not None
+        for _ in range(3):
+            sync(engine)
+            completions = engine.generate(requests, Sampling(8, temperature=0.7))
+            found["gaps"].append(engine.canary_gap)
+            found["worsts"].append(worst(engine, completions))
+            found["versions"].append({c.version for c in completions})
+            change(policy)
+        found["vllm"] = engine.delivery.interface.version if engine.delivery.interface else None
+        found["seconds"] = dict(engine.proof.seconds) if engine.proof else {}
+        assert engine.server.process is not None
+        found["listening"] = listening(engine.server.process.pid)
+        stops = tuple(range(0, 512, 3))
+        stopped = engine.generate(requests, Sampling(24, temperature=1.0, stop_ids=stops))
+        found["stopped"] = all((c.tokens[-1] in stops) == c.finished for c in stopped) and any(
+            c.finished for c in stopped
+        )
+        forget(engine)
+        found["message"] = failure(sync, engine)
+        found["after"] = {c.version for c in engine.generate(requests, Sampling(4))}
+    finally:
+        engine.close()
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_colocated_server_samples_from_the_policys_weights(tmp_path, family):
+    folder = str(make_checkpoint(tmp_path / "model", family, **SHAPE, **FAMILIES[family]))
+    (found,) = run_ranks(1, serve, folder, str(tmp_path / "log"), backend=BACKEND, timeout=600)
+    print(f"vLLM {found['vllm']}: {found['gaps']}, {found['worsts']}, {found['seconds']}")
+    served, installed = (interface_of(str(said)) for said in (found["vllm"], installed_version()))
+    assert replace(served, version="") == replace(installed, version="")
+    # Half precision on both sides; weights that are not the policy's are whole nats away.
+    assert max(found["gaps"]) < 0.3 and max(found["worsts"]) < 0.3
+    assert found["versions"] == [{0}, {1}, {2}]
+    assert found["stopped"]
+    assert "R502 sync" in found["message"] and "layers.1.self_attn.qkv_proj" in found["message"]
+    assert "the server is back at version 2" in found["message"]
+    assert found["after"] == {2}
+    # 127.0.0.1, as itself or in its IPv6 form
+    assert found["listening"] <= {"0100007F", "0000000000000000FFFF00000100007F"}, found["listening"]
