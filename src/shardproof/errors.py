@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 from collections.abc import Iterable, Sequence
 
 from shardproof.findings import Finding
@@ -51,6 +52,9 @@ class RolloutFault(Fault):
     """A rollout engine or reward does not do what it should (R5xx)."""
 
 
+# A stranger's checkpoint may have a million names: comparing with all of them would take minutes.
+_COMPARED_NAMES, _COMPARED_CHARACTERS = 10_000, 200
+
 _BY_LETTER: dict[str, type[ShardproofError]] = {
     "C": ConfigError,
     "L": LoadFault,
@@ -83,5 +87,7 @@ def choose(stage: str, key: str, value: object, valid: Iterable[str]) -> str:
 
 def nearest(name: str, candidates: Iterable[str], limit: int = 1) -> list[str]:
     """The `limit` candidates closest to `name`; empty when none is close."""
-    by_lower = {candidate.lower(): candidate for candidate in candidates}
+    name = name[:_COMPARED_CHARACTERS]
+    some = itertools.islice(candidates, _COMPARED_NAMES)
+    by_lower = {candidate.lower(): candidate for candidate in some if len(candidate) <= _COMPARED_CHARACTERS}
     return [by_lower[near] for near in difflib.get_close_matches(name.lower(), by_lower, n=limit, cutoff=0.5)]

@@ -1,6 +1,8 @@
 """A checkpoint that cannot be loaded: every rank raises one error, which names the culprit and the fix."""
 
 import json
+import os
+import re
 import shutil
 import struct
 from pathlib import Path
@@ -11,6 +13,12 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 import shardproof as sp
+from shardproof.checkpoint.reader import open_checkpoint
+from shardproof.checkpoint.source import find_folder, read_config, resolve_folder
+from shardproof.model.buffers import compute_buffers
+from shardproof.model.inventory import take_inventory
+from shardproof.model.skeleton import build_skeleton
+from shardproof.shard.plan import plan_shards
 from tests.models import make_checkpoint
 from tests.ranks import run_ranks, run_ranks_outcomes
 
@@ -317,6 +325,150 @@ def test_quantized_checkpoint(copy):
     assert_all_raise(run_ranks_outcomes(2, load_from, copy), "L109", "quantization_config", "fp8")
 
 
+@pytest.mark.parametrize("part", [5, "fp8", ["fp8"], True], ids=str)
+@pytest.mark.parametrize("key", ["quantization_config", "auto_map", "text_config", "model_type"])
+def test_part_of_a_config_of_another_type(copy, key, part):
+    if key == "model_type" and isinstance(part, str):
+        part = {"fp8": 1}
+    edit_config(copy, **{key: part})
+    with pytest.raises(sp.LoadFault) as caught:
+        read_config(copy, trust_remote_code=False)
+    assert caught.value.code == "L103"
+    assert "config.json" in str(caught.value) and key in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"num_hidden_layers": 10**9}, {"hidden_size": 10**12}, {"vocab_size": 10**30}, {"head_dim": -(10**18)}]
+    + [{"num_attention_heads": 0}, {"num_hidden_layers": -1}, {"rope_parameters": {"rope_type": 5}}]
+    + [{"pad_token_id": 10**6}, {"layer_types": [[]]}],
+    ids=str,
+)
+def test_config_whose_numbers_no_model_has(copy, fields):
+    edit_config(copy, **fields)
+    with pytest.raises(sp.LoadFault) as caught:
+        plan_folder(copy)
+    assert caught.value.code in ("L103", "L104", "L105", "L106", "L114")
+
+
+def test_buffers_that_no_machine_holds():
+    module = torch.nn.Module()
+    module.register_buffer("mask", torch.empty(2**20, 2**20, device="meta"), persistent=False)
+    with pytest.raises(sp.LoadFault, match="4096 GiB") as caught:
+        compute_buffers(module)
+    assert caught.value.code == "L114"
+
+
+def plan_folder(folder):
+    """Everything that a load does before it allocates."""
+    resolved = resolve_folder("model", folder, trust_remote_code=False)
+    skeleton = build_skeleton(resolved.config, role="policy")
+    return plan_shards(skeleton, take_inventory(skeleton.model), resolved.checkpoint, 0)
+
+
+RELABELLED = {torch.bfloat16: ("I16", "U8"), torch.float32: ("I32",)}
+
+
+@pytest.mark.parametrize("dtype", RELABELLED, ids=str)
+def test_numbers_of_another_kind(tmp_path, dtype):
+    folder = make_checkpoint(tmp_path, "llama", dtype=dtype)
+    name = "model.norm.weight"
+    (path,) = [path for path in files_of(folder) if name in load_file(path)]
+
+    def relabel(header):
+        header[name]["dtype"] = RELABELLED[dtype][0]
+
+    edit_header(path, relabel)
+    assert_all_raise(run_ranks_outcomes(2, load_from, folder), "L106", name, RELABELLED[dtype][0][1:])
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int8, torch.int64], ids=str)
+def test_whole_numbers_where_the_model_has_others(moe_copy, dtype):
+    edit_tensors(moe_copy, EXPERT_UP, lambda t: t.update({EXPERT_UP: torch.ones(24, 32, dtype=dtype)}))
+    with pytest.raises(sp.LoadFault, match=re.escape(EXPERT_UP)) as caught:
+        plan_folder(moe_copy)
+    assert caught.value.code == "L106"
+
+
+def expert_weights(folder):
+    policy = sp.load(folder, compute_dtype=torch.float32)
+    return {
+        name: param.full_tensor() for name, param in policy.module.named_parameters() if "experts" in name
+    }
+
+
+def test_experts_of_different_precision_load_with_their_values(moe_checkpoint, moe_copy):
+    half = torch.linspace(-1, 1, 24 * 32).view(24, 32).bfloat16()
+    edit_tensors(moe_copy, EXPERT_UP, lambda tensors: tensors.update({EXPERT_UP: half}))
+    before, after = (run_ranks(1, expert_weights, folder)[0] for folder in (moe_checkpoint, moe_copy))
+    changed = {
+        name: before[name] != after[name] for name in before if not torch.equal(before[name], after[name])
+    }
+    ((name, where),) = changed.items()
+    assert where.any(dim=(1, 2)).nonzero().tolist() == [[3]]  # the other experts are what they were
+    assert half.float().sort().values.equal(after[name][3].reshape(2, 24, 32)[1].sort().values)
+
+
+def test_million_of_tensors_is_refused_in_words(tmp_path):
+    path = tmp_path / "model.safetensors"
+    entry = b'"%d":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}'
+    header = b"{" + b",".join(entry % index for index in range(600_000)) + b"}"
+    path.write_bytes(struct.pack("<Q", len(header)) + header)
+    with pytest.raises(sp.LoadFault, match="600000 tensors") as caught:
+        open_checkpoint(tmp_path)
+    assert caught.value.code == "L103"
+
+
+@pytest.mark.parametrize("kind", ["pipe", "link out", "device", "folder", "link to itself"])
+@pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json", "index", "weights"])
+def test_file_that_is_no_plain_file_of_the_folder(copy, tmp_path, name, kind):
+    path = {"index": copy / INDEX, "weights": files_of(copy)[0]}.get(name, copy / name)
+    content = path.read_bytes() if path.exists() else b"{}"
+    path.unlink(missing_ok=True)
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "link out":
+        (tmp_path / "outside").write_bytes(content)
+        path.symlink_to(tmp_path / "outside")
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to(path)
+    if (name, kind) == ("tokenizer_config.json", "folder"):
+        return  # a folder of that name is in nobody's way
+    with pytest.raises(sp.LoadFault) as caught:
+        plan_folder(copy)
+    assert caught.value.code in ("L101", "L102", "L103", "L110")
+    assert path.name in str(caught.value)
+
+
+def test_links_inside_of_a_hub_cache_are_fine(copy, tmp_path):
+    blobs, snapshot = tmp_path / "hub" / "blobs", tmp_path / "hub" / "snapshots" / "1234"
+    blobs.mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    for number, path in enumerate(sorted(copy.iterdir())):
+        path.rename(blobs / str(number))
+        (snapshot / path.name).symlink_to(f"../../blobs/{number}")
+    plan_folder(snapshot)
+
+
+def test_file_that_is_replaced_after_the_check_is_not_read(copy):
+    resolved = resolve_folder("model", copy, trust_remote_code=False)
+    wanted = resolved.checkpoint.whole(UP).clone()
+    for path in files_of(copy):
+        path.rename(path.with_suffix(".old"))
+        path.write_bytes(b"\0" * path.with_suffix(".old").stat().st_size)
+    assert torch.equal(resolved.checkpoint.whole(UP), wanted)
+    assert resolved.checkpoint.sample_digest()
+
+
+@pytest.mark.parametrize("source", ["\0", "x" * 10_000, "~nobody-here/model", "a\nb", "\ud800"], ids=ascii)
+def test_source_that_can_be_no_path(source):
+    assert find_folder(source, None) is None
+
+
 def test_unknown_family(copy):
     edit_config(copy, model_type="lllama")
     assert_all_raise(run_ranks_outcomes(2, load_from, copy), "L114", "'lllama'")
@@ -391,7 +543,7 @@ def test_rank_whose_file_cannot_be_opened(checkpoint, copy):
     path.unlink()
     path.mkdir()
     outcomes = run_ranks_outcomes(2, load_from, checkpoint, copy)
-    message = assert_all_raise(outcomes, "L100", path.name, "rank 1", "IsADirectoryError")
+    message = assert_all_raise(outcomes, "L103", path.name, "rank 1", "not a regular file")
     assert "rank 0" not in message
 
 

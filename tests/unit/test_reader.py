@@ -249,4 +249,5 @@ def test_a_folder_without_safetensors_is_refused(tmp_path, file, code):
 
 def test_a_header_is_read_as_bytes(tmp_path):
     path = write_file(tmp_path / "model.safetensors", {"t": entry("U8", [2], 0, 2)}, b"ab")
-    assert json.loads(read_header(path)) == {"t": entry("U8", [2], 0, 2)}
+    with path.open("rb") as file:
+        assert json.loads(read_header(file, path.name)) == {"t": entry("U8", [2], 0, 2)}

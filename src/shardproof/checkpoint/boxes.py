@@ -262,8 +262,8 @@ def _stack(tensors: Sequence[BoxTensor], dim: int = 0) -> BoxTensor:
     dim = _norm(dim, first.ndim + 1)
     pieces = []
     for index, tensor in enumerate(tensors):
-        if tensor.shape != first.shape:
-            raise NotSliceable("stack of tensors with different shapes")
+        if tensor.shape != first.shape or tensor.dtype != first.dtype:
+            raise NotSliceable("stack of tensors with different shapes or dtypes")
         for p in tensor.pieces:
             pieces.append(
                 Piece(
@@ -284,8 +284,9 @@ def _cat(tensors: Sequence[BoxTensor], dim: int = 0) -> BoxTensor:
     dim = _norm(dim, first.ndim)
     pieces, offset = [], 0
     for tensor in tensors:
-        if tensor.shape[:dim] != first.shape[:dim] or tensor.shape[dim + 1 :] != first.shape[dim + 1 :]:
-            raise NotSliceable("cat of tensors with different shapes")
+        alike = tensor.shape[:dim] == first.shape[:dim] and tensor.shape[dim + 1 :] == first.shape[dim + 1 :]
+        if not alike or tensor.dtype != first.dtype:
+            raise NotSliceable("cat of tensors with different shapes or dtypes")
         for p in tensor.pieces:
             start = (*p.start[:dim], p.start[dim] + offset, *p.start[dim + 1 :])
             pieces.append(p._replace(start=start))

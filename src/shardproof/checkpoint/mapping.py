@@ -55,6 +55,12 @@ class CheckpointMap:
     def __contains__(self, name: str) -> bool:
         return name in self.boxes or name in self.whole
 
+    def sources(self, name: str) -> list[str]:
+        """The checkpoint tensors that a model tensor is made from; none if the checkpoint does not have it."""
+        if name in self.boxes:
+            return self.boxes[name].sources
+        return [n for names in self.whole[name].sources.values() for n in names] if name in self.whole else []
+
 
 def map_checkpoint(
     model: PreTrainedModel, state: dict[str, torch.Tensor], tensors: Mapping[str, TensorEntry]
@@ -262,12 +268,16 @@ def _run(converter: WeightConverter, first_target: str, collected: dict, model: 
 def check_coverage(
     checkpoint_map: CheckpointMap,
     model: PreTrainedModel,
-    needed: Mapping[str, tuple[int, ...]],
+    needed: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
+    tensors: Mapping[str, TensorEntry],
     *,
     may_initialise: set[str],
     may_ignore: set[str],
 ) -> None:
-    """Raise for names missing from, left over in, or shaped differently in the checkpoint, with the nearest names."""
+    """Raise for names missing from or left over in the checkpoint, and for tensors of another shape or kind there.
+
+    `needed` has shape and dtype of each model tensor, `tensors` is the checkpoint's index.
+    """
     missing_patterns, unexpected_patterns = hf_private.ignored_patterns(model)
     missing = [
         name
@@ -286,13 +296,29 @@ def check_coverage(
         findings.append(
             Finding("L105", "map", _listing("unexpected", unexpected, missing), tensor=unexpected[0])
         )
-    for name, shape in needed.items():
+    for name, (shape, dtype) in needed.items():
+        for source in checkpoint_map.sources(name):
+            if _kind(tensors[source].dtype) != _kind(dtype):
+                found = f"{source!r} holds {tensors[source].dtype} in the checkpoint"
+                message = f"{found}, and the model's {name!r} is {dtype}: no conversion keeps its meaning."
+                findings.append(Finding("L106", "map", message, tensor=name))
+                break
         boxes = checkpoint_map.boxes.get(name)
         if boxes is not None and tuple(boxes.shape) != tuple(shape):
             message = f"{name!r} is {tuple(boxes.shape)} in the checkpoint and {tuple(shape)} in the model."
             findings.append(Finding("L106", "map", message, tensor=name))
+    if len(findings) > _LISTED:
+        more = f"{len(findings) - _LISTED} more tensors do not fit."
+        findings = [*findings[:_LISTED], Finding("L106", "map", more)]
     if findings:
         raise error_for(findings)
+
+
+def _kind(dtype: torch.dtype) -> str:
+    """What a dtype's values are: numbers with fractions, whole numbers, or truth values."""
+    if dtype == torch.bool:
+        return "bool"
+    return "float" if dtype.is_floating_point or dtype.is_complex else "int"
 
 
 def _matches(name: str, patterns: list[str]) -> bool:

@@ -7,9 +7,7 @@ from dataclasses import replace
 from itertools import combinations, product
 from typing import Any
 
-from transformers import AutoConfig
-
-from shardproof.checkpoint.source import find_folder
+from shardproof.checkpoint.source import find_folder, read_config
 from shardproof.doctor.probes import adapters
 from shardproof.doctor.request import Layout, Request
 from shardproof.errors import ShardproofError
@@ -51,7 +49,10 @@ def refusals(request: Request, source: str, axes: Mapping[str, Sequence[Any]]) -
     folder = find_folder(source, None)
     if folder is None:
         return []  # the load says so
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=request.trust_remote_code)
+    try:
+        config = read_config(folder, request.trust_remote_code)
+    except ShardproofError:
+        return []  # the same
     found: list[Row] = []
     # Sequence parallelism has packed sequences only.
     found += [{"sequence_parallel": size, "packing": False} for size in axes["sequence_parallel"] if size > 1]
@@ -64,7 +65,7 @@ def refusals(request: Request, source: str, axes: Mapping[str, Sequence[Any]]) -
             found.append({"sequence_parallel": size})
     for rank in filter(None, axes["lora"]):
         try:
-            lora = adapters(rank, str(folder), request.trust_remote_code)
+            lora = adapters(rank, config)
             build_skeleton(config, role=request.role, lora=lora, trust_remote_code=request.trust_remote_code)
         except ShardproofError:
             found.append({"lora": rank})

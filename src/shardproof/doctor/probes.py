@@ -7,13 +7,16 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
+from transformers import PretrainedConfig
 
 from shardproof.checkpoint.reader import open_checkpoint
-from shardproof.dist.collectives import exchange, share_findings
+from shardproof.checkpoint.source import find_folder, read_config
+from shardproof.dist.collectives import exchange, share_findings, together
 from shardproof.dist.mesh import make_mesh
 from shardproof.doctor.reference import Reference, score_alone
 from shardproof.doctor.request import DTYPES, Layout, Request
 from shardproof.doctor.results import Buffer
+from shardproof.errors import fail
 from shardproof.export.manifest import Manifest
 from shardproof.export.stream import WeightStream
 from shardproof.findings import Finding
@@ -59,6 +62,11 @@ class Patient:
         return sorted({2 * group % len(self.sequences), (2 * group + 1) % len(self.sequences)})
 
     @property
+    def longest(self) -> int:
+        """How many tokens the longest sequence has: fewer than asked where the model has fewer positions."""
+        return max(map(len, self.sequences), default=0)
+
+    @property
     def my_sequences(self) -> list[list[int]]:
         return [self.sequences[index] for index in self.mine]
 
@@ -77,7 +85,8 @@ def probe_load(patient: Patient) -> Outcome:
     request, layout = patient.request, patient.layout
     lora = None
     if layout.lora:
-        lora = adapters(layout.lora, patient.folder, request.trust_remote_code)
+        with together("adapters"):
+            lora = adapters(layout.lora, _config_of(patient))
     patient.policy = load(
         patient.folder,
         role=request.role,
@@ -99,13 +108,19 @@ def probe_load(patient: Patient) -> Outcome:
     return note, []
 
 
-def adapters(rank: int, folder: str, trust_remote_code: bool) -> object:
+def _config_of(patient: Patient) -> PretrainedConfig:
+    folder = find_folder(patient.folder, None)
+    if folder is None:
+        message = f"{patient.folder!r} is neither a folder nor a hub id that can be read."
+        raise fail("L101", "adapters", message)
+    return read_config(folder, patient.request.trust_remote_code)
+
+
+def adapters(rank: int, config: PretrainedConfig) -> object:
     """A LoRA config for any family: every linear layer, or the attention's where experts are fused parameters."""
     from peft import LoraConfig
-    from transformers import AutoConfig
 
-    routed = num_experts(AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code))
-    targets = "all-linear" if routed is None else r".*attn\..*proj.*"
+    targets = "all-linear" if num_experts(config) is None else r".*attn\..*proj.*"
     return LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=targets)
 
 

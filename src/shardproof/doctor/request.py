@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from shardproof.bounds import require_number
 from shardproof.errors import choose, fail
 
 DTYPES = {"bf16": "bfloat16", "fp32": "float32", "fp16": "float16"}
@@ -81,14 +82,15 @@ class Request:
             raise fail("C001", _STAGE, f"--config={self.config}: there is no such file.")
         choose(_STAGE, "--role", self.role, ROLES)
         choose(_STAGE, "--device", self.device, DEVICES)
-        if self.ranks < 1:
-            raise fail("C001", _STAGE, f"--ranks={self.ranks} must be positive.")
-        if self.seq_len < 4:
-            raise fail("C001", _STAGE, f"--seq-len={self.seq_len} must be at least 4.")
+        require_number(_STAGE, "--ranks", self.ranks, at_least=1, at_most=2**20)
+        require_number(_STAGE, "--seq-len", self.seq_len, at_least=4, at_most=2**24)
+        require_number(_STAGE, "--timeout", self.timeout_s, above=0, at_most=10**7)
         for layout in self.layouts:
             choose(_STAGE, "--strategy", layout.strategy, STRATEGIES)
             choose(_STAGE, "--dtypes", layout.dtype, DTYPES)
             choose(_STAGE, "--param-dtype", layout.param_dtype, DTYPES)
+            require_number(_STAGE, "--lora", layout.lora, at_least=0, at_most=2**16)
+            require_number(_STAGE, "--replicate", layout.replicate, at_least=1, at_most=self.ranks)
             if layout.sequence_parallel < 1 or self.ranks % layout.sequence_parallel:
                 message = (
                     f"--sequence-parallel={layout.sequence_parallel} does not divide {self.ranks} ranks."

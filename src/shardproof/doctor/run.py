@@ -16,9 +16,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from shardproof import __version__
+from shardproof.checkpoint.source import read_config
 from shardproof.dist.collectives import exchange, together
 from shardproof.dist.launch import init_distributed, resolve_device, shut_down
 from shardproof.doctor.matrix import matrix_of
@@ -26,6 +27,8 @@ from shardproof.doctor.probes import STAGES, Patient, Probe
 from shardproof.doctor.request import Layout, Request, config_file
 from shardproof.doctor.results import Examination, Report, Stage
 from shardproof.errors import ConfigError, ShardproofError
+from shardproof.model.roles import POLICY
+from shardproof.model.skeleton import build_skeleton
 from shardproof.shard.memory import PeakMemory
 from shardproof.text import sanitise_logging
 
@@ -40,16 +43,19 @@ def examine(request: Request, progress: Path | None = None) -> Report:
     # Deterministic draws: an examination of the same model says the same twice.
     torch.manual_seed(0)
     examinations: list[Examination] = []
+    longest = 0
     with _model_folder(request) as folder:
         if isinstance(folder, Examination):
             examinations.append(folder)
         else:
             for layout in _layouts(request, folder):
-                examinations.append(_examine(request, layout, folder, progress))
+                examination, tokens = _examine(request, layout, folder, progress)
+                examinations.append(examination)
+                longest = max(longest, tokens)
                 if {finding.code for finding in examinations[-1].findings} & _LOST:
                     break
     seconds = time.perf_counter() - started
-    return Report(request.label, _facts(request), tuple(examinations), seconds)
+    return Report(request.label, _facts(request, longest), tuple(examinations), seconds)
 
 
 def _layouts(request: Request, folder: str) -> Sequence[Layout]:
@@ -72,13 +78,15 @@ def run_rank(request_json: str, progress: str | None = None) -> dict[str, Any]:
         shut_down()
 
 
-def _facts(request: Request) -> dict[str, str]:
+def _facts(request: Request, longest: int) -> dict[str, str]:
+    """What was examined; `longest` is the length of the longest sequence that was run, 0 if none was."""
+    shorter = f" of {request.seq_len} asked: the model has no more positions"
     device = torch.cuda.get_device_name() if request.device == "cuda" else platform.machine()
     return {
         "role": request.role,
         "ranks": str(dist.get_world_size()),
         "device": f"{request.device} ({device})",
-        "sequence length": str(request.seq_len),
+        "sequence length": f"{longest or 'none'}{shorter if 0 < longest < request.seq_len else ''}",
         "versions": f"shardproof {__version__}, torch {torch.__version__}, transformers {transformers.__version__}",
     }
 
@@ -109,9 +117,11 @@ def _model_folder(request: Request) -> Iterator[str | Examination]:
 def _save_random(request: Request, folder: Path) -> None:
     """A checkpoint of the config with weights that transformers draws. Memory: the whole model, on rank 0."""
     assert request.config is not None
-    config = AutoConfig.from_pretrained(
-        config_file(request.config), trust_remote_code=request.trust_remote_code
-    )
+    path = config_file(request.config)
+    config = read_config(path.parent, request.trust_remote_code, path.name)
+    build_skeleton(
+        config, role=POLICY, trust_remote_code=request.trust_remote_code
+    )  # refuses what cannot be built
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(
         config, dtype=torch.float32, trust_remote_code=request.trust_remote_code
@@ -119,8 +129,10 @@ def _save_random(request: Request, folder: Path) -> None:
     model.save_pretrained(folder)
 
 
-def _examine(request: Request, layout: Layout, folder: str, progress: Path | None) -> Examination:
-    """One layout, stage by stage; a stage that fails does not keep the later ones from running if they can.
+def _examine(request: Request, layout: Layout, folder: str, progress: Path | None) -> tuple[Examination, int]:
+    """One layout, stage by stage, and the length of its longest sequence.
+
+    A stage that fails does not keep the later ones from running if they can.
 
     Collective: every rank.
     """
@@ -132,14 +144,15 @@ def _examine(request: Request, layout: Layout, folder: str, progress: Path | Non
         try:
             stages.append(_run_stage(name, probe, patient))
         except ConfigError as error:
-            return Examination(str(layout), tuple(stages), tuple(patient.buffers), refused=error.findings[0])
+            refused = Examination(str(layout), tuple(stages), tuple(patient.buffers), error.findings[0])
+            return refused, patient.longest
         codes = {finding.code for finding in stages[-1].findings}
         if codes & _LOST or (name == "load" and codes) or (name == "stream" and patient.manifest is None):
             break
-    buffers = tuple(patient.buffers)
+    buffers, longest = tuple(patient.buffers), patient.longest
     del patient
     gc.collect()
-    return Examination(str(layout), tuple(stages), buffers)
+    return Examination(str(layout), tuple(stages), buffers), longest
 
 
 def _run_stage(name: str, probe: Probe, patient: Patient) -> Stage:

@@ -14,6 +14,8 @@ from shardproof.errors import error_for
 from shardproof.findings import Finding
 from shardproof.model import hf_private
 
+_MAX_BYTES = 8 * 2**30  # real ones have a few MiB
+
 
 def computed_buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
     """(module name, module, buffer name) of every non-persistent buffer."""
@@ -29,6 +31,7 @@ def compute_buffers(model: PreTrainedModel) -> dict[str, str]:
     Each module's `_init_weights` runs twice over two different poisons. An element that comes out different was not
     written: it is then taken from a module built with real buffers, and refused by name if that leaves it unwritten.
     """
+    _check_size(model)
     first = _run_over_poison(model, 0xFF)
     second = _run_over_poison(model, 0x00)
     unwritten = [name for name in first if not _same_bytes(first[name], second[name])]
@@ -48,6 +51,14 @@ def compute_buffers(model: PreTrainedModel) -> dict[str, str]:
             [Finding("S204", "buffers", f"nothing writes the buffer {n!r}.", tensor=n) for n in left]
         )
     return writers
+
+
+def _check_size(model: nn.Module) -> None:
+    """Raise before memory is asked for that no model's buffers take."""
+    size = sum(buffer.numel() * buffer.element_size() for buffer in computed_values(model).values())
+    if size > _MAX_BYTES:
+        message = f"its computed buffers would take {size / 2**30:.0f} GiB; check the sizes in config.json."
+        raise error_for([Finding("L114", "buffers", message)])
 
 
 def _run_over_poison(model: PreTrainedModel, poison: int) -> dict[str, torch.Tensor]:

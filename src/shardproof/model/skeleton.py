@@ -12,7 +12,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from shardproof.errors import fail
+from shardproof.errors import ShardproofError, fail
 from shardproof.model import hf_private
 from shardproof.model.buffers import compute_buffers, computed_values
 from shardproof.model.families import num_experts
@@ -53,12 +53,15 @@ def build_skeleton(
         # float32 is what modules compute their buffers in; parameters get their dtype below, one by one.
         with torch.device("meta"), hf_private.no_init_weights():
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **kwargs)
-    except (ValueError, KeyError, ImportError, NotImplementedError) as error:
-        raise fail("L114", "skeleton", f"model_type={config.model_type!r}: {error}") from error
-    if role == CRITIC:
-        attach_value_head(model)
-    model.tie_weights()
-    writers = compute_buffers(model)
+        if role == CRITIC:
+            attach_value_head(model)
+        model.tie_weights()
+        writers = compute_buffers(model)
+    except ShardproofError:
+        raise
+    except Exception as error:  # a model's code may raise anything on a value that it does not expect
+        reason = f"{type(error).__name__}: {error}"[:1000]
+        raise fail("L114", "skeleton", f"model_type={config.model_type!r}: {reason}") from error
     # Copies: on the CPU the model keeps these very tensors, and what is written into one must not change the other.
     computed = {name: value.clone() for name, value in computed_values(model).items()}
     if lora is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -83,16 +84,18 @@ def _map_without_adapters(skeleton: Skeleton, inventory: Inventory, checkpoint: 
         if not is_adapter(name)
     }
     found = map_checkpoint(skeleton.model, state, checkpoint.tensors)
-    needed: dict[str, tuple[int, ...]] = {}
+    needed: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     optional: set[str] = set()
     for info in inventory.stored:
         if info.is_adapter:
             continue
         present = [name for name in info.base_names if name in found]
-        needed[present[0] if present else info.base_names[0]] = info.shape
+        needed[present[0] if present else info.base_names[0]] = (info.shape, info.dtype)
         optional.update(name for name in info.base_names if name.startswith(f"{VALUE_HEAD}."))
     dropped = _dropped_head(found) if skeleton.role == CRITIC else set()
-    check_coverage(found, skeleton.model, needed, may_initialise=optional, may_ignore=dropped)
+    check_coverage(
+        found, skeleton.model, needed, checkpoint.tensors, may_initialise=optional, may_ignore=dropped
+    )
     return found
 
 
