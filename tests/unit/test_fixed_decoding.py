@@ -236,6 +236,16 @@ def test_graphs_that_fail_are_given_up_last(model, monkeypatch, caplog, recordin
     assert len([r for r in caplog.records if r.levelname == "WARNING"]) == 2
 
 
+@pytest.mark.parametrize(("num_tokens", "recorded"), [(1, 0), (2, 0), (3, 1)])
+def test_a_cache_that_is_full_at_once_has_room_for_recording(model, caplog, recording, num_tokens, recorded):
+    """Two steps are run to record one; a cache that ends after the first new token has no place for them."""
+    recorder, requests = recording(), many(2, 128 - num_tokens)
+    decoder = FixedDecoder(model, CPU)
+    assert_same(fixed(decoder, requests, Sampling(num_tokens)), grown(model, requests, Sampling(num_tokens)))
+    assert caplog.text == ""
+    assert recorder.recorded == recorded
+
+
 def test_a_model_that_fails_is_not_hidden(model, monkeypatch, recording):
     recording()
 

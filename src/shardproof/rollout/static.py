@@ -185,7 +185,9 @@ class FixedDecoder:
         record = progress.record
         if self._draws and _can_draw(sampling):
             record = partial(fused_record, progress, temperature)
-        return _Loop(step, progress, record, self._records and graphs.can_capture(self._device, rows))
+        # Two steps are run to record one, which the cache must have room for.
+        captures = self._records and graphs.can_capture(self._device, rows) and sampling.max_new_tokens > 2
+        return _Loop(step, progress, record, captures)
 
     def _compare_steps(self, rows: int) -> str | None:
         """What is wrong with fused kernels for so many rows."""
