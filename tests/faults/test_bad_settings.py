@@ -6,6 +6,7 @@ import math
 import os
 import random
 import re
+import shutil
 import types
 from pathlib import Path
 from typing import Annotated, Union, get_args, get_origin
@@ -20,11 +21,12 @@ from torch.distributed.device_mesh import init_device_mesh
 import shardproof as sp
 from shardproof.config.load import load_recipe, parse_recipe
 from shardproof.config.schema import Recipe
+from shardproof.rl.checks import check_inputs
 from shardproof.rollout.engine import Sampling
 from shardproof.shard.settings import LoadOptions
 from shardproof.train.loss import policy_gradient, value
 from shardproof.train.optim import make_optimizer, make_schedule
-from tests.faults.test_bad_checkpoints import assert_all_raise
+from tests.faults.test_bad_checkpoints import assert_all_raise, edit_config
 from tests.models import make_checkpoint, tiny_config
 from tests.ranks import run_ranks, run_ranks_outcomes
 
@@ -498,3 +500,13 @@ def test_rank_of_adapters(rank):
     outcomes = run_ranks_outcomes(1, load_with_lora, option)
     assert outcomes[0][:2] == ("error", "LoadFault"), outcomes
     assert outcomes[0][2].startswith("L113 "), outcomes
+
+
+def test_tokenizer_with_ids_that_the_model_does_not_have(tmp_path):
+    root = Path(__file__).parents[2] / "recipes"
+    model = Path(shutil.copytree(root / "tiny" / "model", tmp_path / "model"))
+    edit_config(model, vocab_size=5)
+    recipe = load_recipe(root / "tiny.toml", [f"model.path={model}", f"output.folder={tmp_path / 'run'}"])
+    with pytest.raises(sp.ConfigError, match="vocabulary has 5") as caught:
+        check_inputs(recipe)
+    assert caught.value.code == "C005"

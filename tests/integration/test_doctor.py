@@ -204,7 +204,7 @@ def test_a_checkpoint_that_cannot_be_loaded_is_a_finding(tmp_path):
         ({"role": "policyy"}, "Did you mean 'policy'"),
         ({"layouts": (Layout(dtype="bf61"),)}, "Did you mean 'bf16'"),
         ({"layouts": (Layout(sequence_parallel=3),)}, "does not divide"),
-        ({"ranks": 0}, "must be positive"),
+        ({"ranks": 0}, "--ranks=0 must be"),
     ],
 )
 def test_what_cannot_be_asked_is_refused(options, words):
@@ -302,3 +302,8 @@ def test_usage_errors_have_an_exit_code_of_their_own(options):
     result = run_doctor(*options)
     assert result.returncode == 120
     assert "nope" in result.stderr or "policyy" in result.stderr
+
+
+def test_the_sequence_length_is_the_one_that_was_run(folders):
+    asked = replace(make_request(folders["llama"], ranks=1, reference=False), seq_len=1000)
+    assert report_of(asked).facts["sequence length"].startswith("128 of 1000 asked")

@@ -42,6 +42,7 @@ def check_inputs(recipe: Recipe) -> Inputs:
     prompts = _read_prompts(recipe, recipe.data.train, tokenizer)
     evaluation = recipe.data.evaluation
     held_out = _read_prompts(recipe, evaluation, tokenizer) if evaluation is not None else []
+    _require_known_tokens([*prompts, *held_out], config)
     _require_room(recipe, [*prompts, *held_out], max_positions(config))
     return Inputs(tokenizer, config, prompts, held_out, find_stop_ids(folder, config, tokenizer))
 
@@ -100,6 +101,16 @@ def _read_prompts(recipe: Recipe, source: str, tokenizer: Any) -> list[Prompt]:
     rows = load_rows(source, data.prompt_column, answer, completion, rewards)
     prompts = encode_prompts(rows, tokenizer, data.prompt_column, data.chat, data.max_prompt_tokens)
     return encode_completions(prompts, tokenizer, data.completion_column) if imitate else prompts
+
+
+def _require_known_tokens(prompts: list[Prompt], config: PretrainedConfig) -> None:
+    """Raise if the tokenizer makes ids for which the model has no embedding."""
+    size = config.get_text_config().vocab_size
+    for prompt in prompts:
+        largest = max((*prompt.tokens, *prompt.completion))
+        if largest >= size:
+            message = f"the tokenizer makes the id {largest}, the model's vocabulary has {size}: {prompt.text[:60]!r}."
+            raise fail("C005", "data", message, fix="use the tokenizer that belongs to the model")
 
 
 def _require_room(recipe: Recipe, prompts: list[Prompt], limit: int | None) -> None:

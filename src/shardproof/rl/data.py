@@ -10,6 +10,7 @@ import pickle
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,6 +19,7 @@ import numpy as np
 from shardproof.errors import ShardproofError, fail, nearest
 from shardproof.foreign import open_foreign, parse_json
 from shardproof.rl.reward_functions import row_problem
+from shardproof.rl.templates import Overdue, call_each
 
 T = TypeVar("T")
 Row = dict[str, Any]
@@ -27,6 +29,7 @@ Place = tuple[str, Row]  # where a row came from, in words, and the row
 _HUB_SOURCE = re.compile(r"hf:([^:]+)(?::([^:\[]+)(?=:))?(?::([^:\[]+(?:\[.*\])?))?")
 
 
+_TEMPLATE_SECONDS = 10.0  # for one prompt; real templates take a millisecond
 _MAX_DEPTH = 100  # of lists and objects in a row: far below where Python gives up on copying or sending them
 
 
@@ -287,10 +290,12 @@ def encode_prompts(
     """Each row's prompt as text and tokens, through the chat template where `chat` is set or the prompt is a list."""
     places = rows.places if isinstance(rows, Rows) else [f"row {n}" for n in range(1, len(rows) + 1)]
     templated = [chat or not isinstance(row[prompt_column], str) for row in rows]
-    texts = [
-        _render(row[prompt_column], tokenizer, place) if through else row[prompt_column]
-        for place, row, through in zip(places, rows, templated)
-    ]
+    texts = [str(row[prompt_column]) for row in rows]
+    through_template = [index for index, flag in enumerate(templated) if flag]
+    prompts = [rows[index][prompt_column] for index in through_template]
+    rendered = _render_all(prompts, tokenizer, [places[index] for index in through_template])
+    for index, text in zip(through_template, rendered):
+        texts[index] = text
     tokens: list[tuple[int, ...]] = [()] * len(rows)
     for through in (True, False):
         indices = [index for index, flag in enumerate(templated) if flag is through]
@@ -316,6 +321,17 @@ def encode_completions(prompts: list[Prompt], tokenizer: Any, completion_column:
     found = tokenizer(texts, add_special_tokens=False)["input_ids"]
     end = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
     return [replace(prompt, completion=(*ids, *end)) for prompt, ids in zip(prompts, found)]
+
+
+def _render_all(
+    prompts: list[str | list[dict[str, Any]]], tokenizer: Any, places: Sequence[str]
+) -> list[str]:
+    calls = [partial(_render, prompt, tokenizer, place) for prompt, place in zip(prompts, places)]
+    try:
+        return call_each(calls, _TEMPLATE_SECONDS) if calls else []
+    except Overdue as error:
+        message = f"{places[error.index]}: the chat template does not come to an end: {error}."
+        raise _unusable(message, "use a tokenizer whose chat template you trust") from error
 
 
 def _render(prompt: str | list[dict[str, Any]], tokenizer: Any, place: str) -> str:
