@@ -282,10 +282,10 @@ def fail_at_every_operation(source, root, can_exchange, indices):
 
 def test_an_error_of_the_disk_at_any_operation_of_a_save(source, tmp_path):
     """In the process that goes on: one E408, everything older is there, and the next save is well."""
-    (outcomes,) = run_ranks(1, fail_at_every_operation, source, tmp_path, False, [2, 3], timeout=300)
+    (outcomes,) = run_ranks(1, fail_at_every_operation, source, tmp_path, False, [2], timeout=300)
     failed = [said for said in outcomes if said != "saved"]
     assert [said for said in failed if not said.startswith("E408 save: ")] == []
-    assert len(outcomes) >= 50 and len(failed) >= 30
+    assert len(outcomes) >= 25 and len(failed) >= 15
 
 
 # Folders of models.
@@ -302,53 +302,53 @@ def contents(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()} if folder.is_dir() else {}
 
 
-def kill_at_every_operation_of_an_export(source, root, can_exchange):
+def kill_at_every_operation_of_an_export(source, root, is_there, can_exchange):
     state = State(source)
 
     def export(run, label, limit):
         state.become(1, label)
         sp.save_pretrained(state.policy, run / "model", max_file_bytes=limit)
 
-    def work(run, disk, can_exchange=can_exchange):
+    def work(run, disk):
         set_up_export()
         if not can_exchange:
             files._exchange = lambda one, other: False
         disk.install()
         disk.is_on = True
-        export(run, "a", 9_000)
-        disk.names.append("between")
         export(run, "b", 10**9)
         disk.is_on = False
         return " ".join(disk.names)
 
-    whole = root / "whole"
-    names = in_a_fork(lambda _: work(whole, Disk(whole, -1, None)))[0].split()
-    wanted = [{}]
-    for label, limit in (("a", 9_000), ("b", 10**9)):
-        export(root / label, label, limit)
-        wanted.append(contents(root / label / "model"))
-    assert contents(whole / "model") == wanted[2] != wanted[1]
-    points = points_of([name for name in names if name != "between"], 8)
+    export(root / "old", "a", 9_000)
+    export(root / "new", "b", 10**9)
+    new, old = contents(root / "new" / "model"), contents(root / "old" / "model") if is_there else {}
+    count = root / "count"
+    if is_there:
+        shutil.copytree(root / "old", count)
+    points = points_of(in_a_fork(lambda _: work(count, Disk(count, -1, None)))[0].split(), 4)
     for point in points:
         run = root / str(point)
+        if is_there:
+            shutil.copytree(root / "old", run)
         _, was_killed = in_a_fork(lambda _, run=run, point=point: work(run, Disk(run, point, "kill")))
         assert was_killed, point
-        found = contents(current_folder(run / "model"))
-        assert found in wanted, (point, sorted(found))
-        assert found or point < names.index("between"), point
+        assert contents(current_folder(run / "model")) in (old, new), point
         export(run, "b", 10**9)
-        assert contents(run / "model") == wanted[2]
+        assert contents(run / "model") == new
         assert [path.name for path in run.iterdir()] == ["model"], point
     return len(points)
 
 
-@pytest.mark.parametrize("can_exchange", [True, False], ids=["exchange", "two renames"])
-def test_a_kill_at_any_operation_of_an_export(source, tmp_path, can_exchange):
+@pytest.mark.parametrize(
+    ("is_there", "can_exchange"),
+    [(False, True), (True, True), (True, False)],
+    ids=["a new folder", "an exchange", "two renames"],
+)
+def test_a_kill_at_any_operation_of_an_export(source, tmp_path, is_there, can_exchange):
     """The folder holds the old model or the new one, byte for byte."""
-    (num_points,) = run_ranks(
-        1, kill_at_every_operation_of_an_export, source, tmp_path, can_exchange, timeout=300
-    )
-    assert num_points >= 40
+    work = kill_at_every_operation_of_an_export
+    (num_points,) = run_ranks(1, work, source, tmp_path, is_there, can_exchange, timeout=300)
+    assert num_points >= 12
 
 
 # A run's small files.
