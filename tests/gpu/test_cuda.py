@@ -16,7 +16,7 @@ import shardproof as sp
 from shardproof.rollout.engine import Request, Sampling
 from shardproof.rollout.local import EmbeddedEngine
 from shardproof.shard.holdings import local_shards
-from tests.models import make_checkpoint
+from tests.models import make_checkpoint, tiny_config
 from tests.ranks import run_ranks
 
 SEQUENCES = [
@@ -270,6 +270,14 @@ def offload_and_back(folder: str, strategy: str) -> Any:
     free = torch.cuda.memory_allocated()
     while_away = sp.WeightStream(policy)
     list(while_away)
+    for ask in (
+        lambda: sp.logprobs(policy, SEQUENCES),
+        lambda: sp.train_step(policy, sp.Batch(SEQUENCES), optimizer),
+        lambda: policy(input_ids=torch.ones(1, 2, dtype=torch.int64, device="cuda")),
+    ):
+        with pytest.raises(sp.ShardFault, match="S215"):
+            ask()
+    assert {finding.code for finding in sp.attest(policy)} == {"S215"}
     policy.onload()
     after = sp.WeightStream(policy)
     list(after)
@@ -287,6 +295,65 @@ def test_offload_and_onload_are_bit_identical(tmp_path, group):
             assert same and moved and freed
             losses.add(round(loss, 4))
     assert len(losses) == 1
+
+
+def save_while_offloading(folder: str, run: str, strategy: str) -> Any:
+    """Each checkpoint in the background, without its optimizer; then the weights go, or change, at once."""
+    policy = sp.load(folder, device="cuda", strategy=strategy, compute_dtype=torch.float32)
+    optimizer = sp.make_optimizer(policy, lr=1e-1)
+    expected = torch.cat([row.cpu() for row in sp.logprobs(policy, SEQUENCES)])
+    for step, change in enumerate(
+        (policy.offload, lambda: sp.train_step(policy, sp.Batch(SEQUENCES), optimizer)), start=1
+    ):
+        pending = sp.save_checkpoint(run, policy, step=step, background=True)
+        change()
+        policy.onload()
+        pending.wait()
+    errors = []
+    for name in ("step-00000001", "step-00000002"):
+        again = sp.load(folder, device="cuda", strategy=strategy, compute_dtype=torch.float32)
+        sp.resume(run, again, which=name)
+        errors.append(
+            float((torch.cat([row.cpu() for row in sp.logprobs(again, SEQUENCES)]) - expected).abs().max())
+        )
+    return errors
+
+
+@STRATEGIES
+def test_what_is_saved_is_what_there_was_at_the_call(tmp_path, strategy):
+    folder = str(make_checkpoint(tmp_path / "model", "qwen3"))
+    assert on_ranks(ONE_NCCL, save_while_offloading, folder, str(tmp_path / "run"), strategy) == [[0.0, 0.0]]
+
+
+def score_without_borders(family: str, initializer_range: float, broken: bool) -> tuple[bool, float]:
+    """(whether sequences are packed, how far the scores are from the model's own forward's)."""
+    from shardproof.model import attention
+    from shardproof.model.packing import Packing
+    from shardproof.train import score
+
+    flash = attention._flash
+
+    def across_borders(query: Any, key: Any, value: Any, packing: Packing, *args: Any) -> torch.Tensor:
+        return flash(query, key, value, Packing([sum(packing.lengths)], query.device), *args)
+
+    config = tiny_config(family, initializer_range=initializer_range, head_dim=16)
+    with pytest.MonkeyPatch.context() as patch:
+        if broken:
+            patch.setattr(attention, "_flash", across_borders)
+        policy = sp.load(sp.RandomInit(config), device="cuda", compile=False, progress=False)
+        found = torch.cat(sp.logprobs(policy, SEQUENCES))
+        is_packed = policy.scoring.packed
+        policy.scoring = score.Scoring("eager", False, "")
+        return is_packed, float((torch.cat(sp.logprobs(policy, SEQUENCES)) - found).abs().mean())
+
+
+@pytest.mark.parametrize("broken", [False, True], ids=["right", "without borders"])
+@pytest.mark.parametrize("initializer_range", [0.1, 0.02])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe", "olmo2"])
+def test_flash_attention_across_borders_is_not_used(family, initializer_range, broken):
+    ((is_packed, error),) = on_ranks(ONE_NCCL, score_without_borders, family, initializer_range, broken)
+    assert is_packed is not broken
+    assert error < 0.02
 
 
 def save_and_resume(folder: str, run: str, strategy: str) -> Any:
