@@ -56,12 +56,20 @@ def read_json(
     return parse_json(raw, path.name, stage, code=code)
 
 
-def parse_json(raw: bytes, label: str, stage: str, *, code: str = "L103") -> Any:
-    """The JSON value of foreign bytes."""
+def parse_json(raw: bytes, label: str, stage: str, *, code: str = "L103", unique_keys: bool = False) -> Any:
+    """The JSON value of foreign bytes. With `unique_keys` an object that has a key twice raises as well."""
     try:
-        return json.loads(raw.decode("utf-8-sig"))
+        return json.loads(raw.decode("utf-8-sig"), object_pairs_hook=_without_twins if unique_keys else None)
     except (ValueError, RecursionError) as error:  # both JSON's and UTF-8's errors are ValueErrors
         raise fail(code, stage, f"{label} is not valid JSON: {error}.") from error
+
+
+def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"an object has the key {max(keys, key=keys.count)!r} twice")
+    return found
 
 
 def is_inside(path: Path, folder: Path) -> bool:

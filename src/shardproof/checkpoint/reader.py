@@ -216,6 +216,10 @@ def parse_header(file: str, header: bytes) -> dict[str, TensorEntry]:
             for name, info in described.items()
         ]
         _check_types(rows)
+        if any(header.count(key) != len(rows) for key in (b'"dtype"', b'"shape"', b'"data_offsets"')):
+            # Some key may be there twice, and readers would differ in which of the two they take. Looking at every
+            # object takes as long as reading the header, so it is done where the counts do not tell that all is well.
+            parse_json(header, file, "read", unique_keys=True)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         reason = repr(error)[:500]
         raise fail("L103", "read", f"{file} is not a safetensors file: {reason}.") from error
