@@ -11,15 +11,17 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
+_COPY = torch.ops.aten.copy_.default
 _Box = tuple[tuple[int, int], ...]
 
 
-@dataclass(frozen=True)
-class _Write:
+class _Write(NamedTuple):
     """The elements of a storage that one copy wrote, and the loader's call that made it."""
 
     call: int
@@ -89,8 +91,9 @@ def recording(ledger: WriteLedger, meta: Any) -> Iterator[None]:
             self._call = ledger.next_call()
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if func is torch.ops.aten.copy_.default:
-                ledger.note(self._call, args[0])
+            if func is not _COPY:
+                return func(*args, **(kwargs or {}))
+            ledger.note(self._call, args[0])
             return super().__torch_dispatch__(func, types, args, kwargs)
 
     meta.CopyCounter = Recorder
@@ -116,7 +119,7 @@ def _judge(account: _Account) -> str | None:
     by_call: dict[int, list[_Write]] = {}
     for write in account.writes:
         by_call.setdefault(write.call, []).append(write)
-    counts, edges = _count_cells(account.param, list(by_call.values()))
+    counts, edges = _count_cells(account.param, list(by_call.values()), account.rows)
     volumes = _volumes(edges)
     missing, twice = counts == 0, counts > 1
     if account.rows is not None and account.param.ndim:
@@ -133,19 +136,23 @@ def _judge(account: _Account) -> str | None:
     return f"was not written once everywhere: {'; '.join(said)}" if said else None
 
 
-def _count_cells(param: torch.Tensor, calls: list[list[_Write]]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+def _count_cells(
+    param: torch.Tensor, calls: list[list[_Write]], rows: int | None
+) -> tuple[NDArray[np.int32], list[NDArray[np.int64]]]:
     """(how often each cell of a grid was written, the grid's edges in each dimension)."""
     boxes = [[_box(write, param) for write in call] for call in calls]
     if any(box is None for call in boxes for box in call):
         return _count_elements(param, calls)
     cuts = [{0, size} for size in param.shape]
+    if rows is not None and cuts:
+        cuts[0].add(min(rows, param.shape[0]))
     for call in boxes:
         for box in call:
             for dim, bounds in enumerate(box or ()):
                 cuts[dim].update(bounds)
     ordered = [sorted(some) for some in cuts]
     places = [{edge: k for k, edge in enumerate(some)} for some in ordered]
-    counts = torch.zeros([len(some) - 1 for some in ordered], dtype=torch.int32)
+    counts = np.zeros([len(some) - 1 for some in ordered], dtype=np.int32)
     for call in boxes:
         cells = [
             tuple(slice(at[low], at[high]) for at, (low, high) in zip(places, box or (), strict=True))
@@ -154,11 +161,11 @@ def _count_cells(param: torch.Tensor, calls: list[list[_Write]]) -> tuple[torch.
         if len(cells) == 1:
             counts[cells[0]] += 1
             continue
-        touched = torch.zeros_like(counts)
+        touched = np.zeros_like(counts)
         for cell in cells:
             touched[cell] = 1
         counts += touched
-    return counts, [torch.tensor(some) for some in ordered]
+    return counts, [np.array(some) for some in ordered]
 
 
 def _box(write: _Write, param: torch.Tensor) -> _Box | None:
@@ -185,7 +192,7 @@ def _box(write: _Write, param: torch.Tensor) -> _Box | None:
 
 def _count_elements(
     param: torch.Tensor, calls: list[list[_Write]]
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
+) -> tuple[NDArray[np.int32], list[NDArray[np.int64]]]:
     """The same by element, for writes that are no boxes. Memory: five bytes for each element of the parameter."""
     base = param.storage_offset()
     length = 1 + sum((size - 1) * step for size, step in zip(param.shape, param.stride(), strict=True))
@@ -195,19 +202,19 @@ def _count_elements(
         for write in call:
             touched.as_strided(write.size, write.stride, write.offset - base).fill_(True)
         flat += touched
-    counts = flat.as_strided(tuple(param.shape), param.stride(), 0).clone()
-    return counts, [torch.arange(size + 1) for size in param.shape]
+    counts = flat.as_strided(tuple(param.shape), param.stride(), 0).numpy()
+    return counts, [np.arange(size + 1) for size in param.shape]
 
 
-def _volumes(edges: list[torch.Tensor]) -> torch.Tensor:
+def _volumes(edges: list[NDArray[np.int64]]) -> NDArray[np.int64]:
     """The number of elements in each cell of a grid."""
-    found = torch.ones((), dtype=torch.int64)
+    found = np.ones((), dtype=np.int64)
     for some in edges:
-        found = found[..., None] * some.diff()
+        found = found[..., None] * np.diff(some)
     return found
 
 
-def _first(where: torch.Tensor, edges: list[torch.Tensor]) -> list[int]:
+def _first(where: NDArray[np.bool_], edges: list[NDArray[np.int64]]) -> list[int]:
     """The index of the first element of the first cell in which `where` holds."""
-    cell = where.nonzero()[0].tolist()
+    cell = np.argwhere(where)[0].tolist()
     return [int(some[k]) for k, some in zip(cell, edges, strict=True)]
