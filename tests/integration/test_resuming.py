@@ -165,6 +165,10 @@ def test_a_run_may_begin_again(folder):
     run_ranks(1, run_with, recipe_of(folder, "train.steps=2"), (), 0)
     assert trajectory(folder) == before[:2]
     assert len(lines(folder / "metrics.superseded.jsonl")) == 3
+    for _ in range(2):
+        run_ranks(1, run_with, recipe_of(folder, "train.steps=1", "output.eval_every=1"), (), 0)
+        steps = [line["step"] for line in lines(folder / "metrics.jsonl")]
+        assert steps == [0, 1], "the evaluation before the first step is taken again too"
 
 
 def test_a_damaged_checkpoint_is_named_with_the_older_ones(folder):

@@ -77,6 +77,8 @@ class RunFolder:
             self._state = check_folder(self.recipe, self.resume)
             if self.resume.from_step is not None:
                 self._rewind(self.resume.from_step)
+            if self.resume.from_step == 0 or not self._state.steps:
+                self._supersede(-1)  # nothing that is there belongs to a run that begins, not even its step 0
             if not self._state.is_used:
                 write_settings(self.path, self.recipe, {})
         except OSError as error:
@@ -112,6 +114,9 @@ class RunFolder:
                     name = f"step-{later:08d}"
                     replace_folder(root / name, root / f"{SUPERSEDED}{name}")
                     self.note(step, "superseded", f"{root.name}/{name} is now {root.name}/{SUPERSEDED}{name}")
+        self._supersede(step)
+
+    def _supersede(self, step: int) -> None:
         for name in LINES:
             supersede(self.path / name, step)
 
