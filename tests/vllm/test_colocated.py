@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -90,7 +89,7 @@ def test_a_killed_server_costs_a_sync_and_never_a_version(models):
 
 def experts(folder: str) -> dict[str, Any]:
     policy = load_policy(folder, strategy="fsdp1")
-    engine = connect(policy)
+    engine = connect(policy, args=["--worker-extension-cls", "tests.vllm.faulty.FaultyExtension"])
     gaps, worsts = [], []
     for _ in range(3):
         sync(engine)
@@ -107,8 +106,14 @@ def experts(folder: str) -> dict[str, Any]:
         engine.delivery.transfer = as_vllm_leaves_it
     message = failure(sync, engine)
     versions = {c.version for c in sample(engine)}
+    broken = None
+    if engine.delivery is not None:
+        del engine.delivery.transfer
+        (broken,) = engine.server.client.rpc("break_expert_loader", Deadline(30.0))
+    twice = failure(sync, engine)
     engine.close()
-    return {"gaps": gaps, "worsts": worsts, "message": message, "versions": versions}
+    found = {"gaps": gaps, "worsts": worsts, "message": message, "versions": versions}
+    return {**found, "broken": broken, "twice": twice}
 
 
 def worst_untrimmed(engine: Any) -> float:
@@ -116,16 +121,25 @@ def worst_untrimmed(engine: Any) -> float:
     from tests.vllm.support import PROMPTS
 
     requests = [Request(PROMPTS[k % 3], seed=k) for k in range(6)]
-    return worst(engine, engine.generate(requests, Sampling(6, temperature=0.7)))
+    completions = engine.generate(requests, Sampling(6, temperature=0.7))
+    # Every token of the vocabulary ends a completion by the checkpoint's generation config, which does not count.
+    assert {len(c.tokens) for c in completions} == {6}
+    return worst(engine, completions)
 
 
 def test_experts_are_right_after_every_sync_and_vllm_alone_would_not_be(models):
-    for found in run_ranks(2, experts, models["moe"], timeout=STARTS):
+    for rank, found in enumerate(run_ranks(2, experts, models["moe"], timeout=STARTS)):
         assert max(found["gaps"]) < 1e-4
         assert max(found["worsts"]) < 1e-4
         assert "R503 sync: rank 0: engine and trainer differ by" in found["message"]
         assert "the server is back at version 2" in found["message"]
         assert found["versions"] == {2}
+        # A loader that writes one expert twice and another never: vLLM's own count is satisfied.
+        assert "were not written, from [2, 0, 0]" in found["twice"]
+        assert "were written more than once, from [1, 0, 0]" in found["twice"]
+        if rank == 0:
+            name = found["broken"]["parameter"]
+            assert found["twice"].startswith(f"R502 sync: rank 0: '{name}'"), found["twice"]
 
 
 def adapters(folder: str) -> dict[str, Any]:
@@ -189,7 +203,7 @@ from pathlib import Path
 from shardproof.rollout.vllm_server import Served, VllmServer, VllmSettings
 
 server = VllmServer(VllmSettings(max_model_len=128), Served(Path(sys.argv[1]), "float32", "cpu"))
-server._start()
+server.ensure_up()
 print(server.process.pid, flush=True)
 sys.stdin.read()
 """
@@ -201,11 +215,11 @@ def test_a_server_does_not_outlive_its_trainer(models):
     )
     assert trainer.stdout is not None
     server = psutil.Process(int(trainer.stdout.readline()))
-    time.sleep(2.0)  # past the exec
-    assert "vllm" in " ".join(server.cmdline())
+    everything = [server, *server.children(recursive=True)]
+    assert len(everything) >= 3  # the one that watches, the server, its engine
     trainer.kill()
     trainer.wait()
-    assert not psutil.wait_procs([server], timeout=30)[1]
+    assert not psutil.wait_procs(everything, timeout=60)[1]
 
 
 @pytest.mark.parametrize(
