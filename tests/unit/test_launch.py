@@ -12,12 +12,16 @@ import threading
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.elastic.rendezvous import RendezvousParameters, RendezvousStateError
+from torch.distributed.elastic.rendezvous import (
+    RendezvousConnectionError,
+    RendezvousParameters,
+    RendezvousStateError,
+)
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
-from shardproof.dist import whereabouts
-from shardproof.dist.agent import SignedBackend, derive
+from shardproof.dist import agent, whereabouts
+from shardproof.dist.agent import OneNode, SignedBackend, derive
 from shardproof.dist.collectives import control_group, exchange
 from shardproof.dist.deadline import deadline
 from shardproof.dist.launch import node_range, start_ranks
@@ -110,6 +114,7 @@ def test_a_signed_state_comes_back():
         ({}, "several nodes need --rdzv-endpoint"),
         ({"rdzv_endpoint": "node0:29500"}, "several nodes need --rdzv-id, a secret of at least 16"),
         ({"rdzv_endpoint": "node0:29500", "rdzv_id": "mine"}, "several nodes need --rdzv-id"),
+        ({"rdzv_endpoint": "node0:port", "rdzv_id": SECRET}, "--rdzv-endpoint 'node0:port': The port number"),
         ({"nnodes": "two"}, "--nnodes 'two' is neither"),
         ({"nnodes": "4:2"}, "--nnodes '4:2' is neither"),
         ({"nnodes": "0"}, "--nnodes '0' is neither"),
@@ -118,6 +123,21 @@ def test_a_signed_state_comes_back():
 def test_nodes_that_cannot_meet_are_told_so(settings, message):
     with pytest.raises(ConfigError, match=message):
         start_ranks(print, num_ranks=1, **{"nnodes": "2", **settings})
+
+
+class Alone(OneNode):
+    """A node that cannot reach the others."""
+
+    def next_rendezvous(self):
+        raise RendezvousConnectionError("The connection to the C10d store has failed.")
+
+
+def test_nodes_that_do_not_meet_are_told_so(monkeypatch):
+    monkeypatch.setattr(agent, "several_nodes", lambda *_: Alone("a run"))
+    with pytest.raises(
+        ConfigError, match=r"C002 launch: the nodes did not meet: The connection to .* failed"
+    ):
+        start_ranks(print, num_ranks=1, nnodes="2", rdzv_endpoint="node0:29500", rdzv_id=SECRET)
 
 
 def test_a_range_of_nodes():

@@ -128,11 +128,16 @@ class Agent(LocalElasticAgent):
     The first signal is handed on to the ranks, which have `patience_s` to save. An interrupt after it kills them.
     """
 
-    def __init__(self, spec: WorkerSpec, final: Collection[int], patience_s: int):
-        super().__init__(spec, DefaultLogsSpecs())
+    def __init__(self, spec: WorkerSpec, folder: str, final: Collection[int], patience_s: int):
+        super().__init__(spec, DefaultLogsSpecs(log_dir=folder))
         self._final, self._patience_s = final, patience_s
         self._is_final = False
         self.killed = False  # by an interrupt that came after the first signal
+
+    @property
+    def started(self) -> bool:
+        """Whether there were ranks."""
+        return self._pcontext is not None
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result = super()._monitor_workers(worker_group)

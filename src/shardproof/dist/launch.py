@@ -11,14 +11,20 @@ import socket
 import sys
 import tempfile
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from shardproof.dist import whereabouts
 from shardproof.dist.collectives import control_group
-from shardproof.errors import fail
+from shardproof.errors import ShardproofError, fail
+from shardproof.text import printable
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.rendezvous import RendezvousHandler
+
+    from shardproof.dist.agent import Agent
 
 _STORE_FOLDER = "SHARDPROOF_STORE_FOLDER"
 _MIN_SECRET = 16  # characters
@@ -137,11 +143,7 @@ def start_ranks(
     listens beyond loopback; `loopback_only=False` lets NCCL reach other hosts, such as those of an inference server. The
     ranks do not outlive this process. Raises `RankFailed` with the first rank that failed.
     """
-    from torch.distributed.elastic.multiprocessing import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.elastic.rendezvous import RendezvousHandler
-
-    from shardproof.dist.agent import Agent, OneNode, make_spec, several_nodes
+    from shardproof.dist.agent import Agent, OneNode, make_spec
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = _signals_to_handle()
@@ -152,28 +154,46 @@ def start_ranks(
         if max_nodes == 1:
             handler, environment = OneNode(os.path.basename(folder)), {_STORE_FOLDER: folder}
         else:
-            handler = several_nodes(min_nodes, max_nodes, *_meeting_point(rdzv_endpoint, rdzv_id))
-            environment = {}
+            handler, environment = _meet(min_nodes, max_nodes, rdzv_endpoint, rdzv_id), {}
         # Arguments that are strings would go through a template of the agent's, in which "$$" means "$".
         rank_args = (os.getpid(), environment, loopback_only and max_nodes == 1, function, args)
-        agent = Agent(
-            make_spec(handler, _run_rank, rank_args, num_ranks, max_restarts), final_exit_codes, patience_s
-        )
-        try:
-            result = agent.run()
-        except SignalException:
-            # The rendezvous stays open: other nodes go on, or this one comes back.
-            if agent.killed:
-                raise RanksKilled from None
-            raise
-        except BaseException:
-            handler.shutdown()
-            raise
+        spec = make_spec(handler, _run_rank, rank_args, num_ranks, max_restarts)
+        return _results(Agent(spec, folder, final_exit_codes, patience_s), handler)
+
+
+def _results(agent: Agent, handler: RendezvousHandler) -> dict[int, Any]:
+    """What the agent's ranks returned, or the error that says how they ended."""
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
+
+    try:
+        result = agent.run()
+    except SignalException:
+        # The rendezvous stays open: other nodes go on, or this one comes back.
+        if agent.killed:
+            raise RanksKilled from None
+        raise
+    except RendezvousError as error:
         handler.shutdown()
+        raise _parted(error, agent.started) from error
+    except BaseException:
+        handler.shutdown()
+        raise
+    handler.shutdown()
     if result is not None and result.is_failed():
         rank, failure = ChildFailedError("rank", result.failures).get_first_failure()
-        raise RankFailed(rank, failure.exitcode, str(failure.message))
+        raise RankFailed(rank, failure.exitcode, printable(failure.message))
     return {} if result is None else result.return_values
+
+
+def _parted(error: Exception, started: bool) -> ShardproofError:
+    """What to tell a user whose nodes did not meet, or lost each other."""
+    message = f"the nodes {'lost each other' if started else 'did not meet'}: {printable(error)}"
+    if started:
+        return fail("T308", "launch", message, fix="look at the other nodes' logs; the same command goes on")
+    fix = "see that every node reaches --rdzv-endpoint, and that --rdzv-id is the same on all of them"
+    return fail("C002", "launch", message, fix=fix)
 
 
 def node_range(nnodes: str) -> tuple[int, int]:
@@ -186,7 +206,11 @@ def node_range(nnodes: str) -> tuple[int, int]:
     return int(low), int(high or low)
 
 
-def _meeting_point(endpoint: str | None, secret: str | None) -> tuple[str, str]:
+def _meet(min_nodes: int, max_nodes: int, endpoint: str | None, secret: str | None) -> RendezvousHandler:
+    from torch.distributed.elastic.rendezvous import RendezvousError
+
+    from shardproof.dist.agent import several_nodes
+
     if endpoint is None:
         raise fail(
             "C001", "launch", "several nodes need --rdzv-endpoint HOST:PORT, a port that one of them opens."
@@ -195,7 +219,12 @@ def _meeting_point(endpoint: str | None, secret: str | None) -> tuple[str, str]:
         message = f"several nodes need --rdzv-id, a secret of at least {_MIN_SECRET} characters."
         fix = "make one with `openssl rand -hex 16`, and pass it on every node, or as SHARDPROOF_RDZV_ID"
         raise fail("C001", "launch", message, fix=fix)
-    return endpoint, secret
+    try:
+        return several_nodes(min_nodes, max_nodes, endpoint, secret)
+    except ValueError as error:  # an endpoint that is none
+        raise fail("C001", "launch", f"--rdzv-endpoint {endpoint!r}: {printable(error)}") from error
+    except RendezvousError as error:
+        raise _parted(error, started=False) from error
 
 
 def _signals_to_handle() -> str:

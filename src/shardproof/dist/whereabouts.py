@@ -23,6 +23,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
+from shardproof.text import printable
+
 logger = logging.getLogger(__name__)
 
 _INTERVAL_S = 0.5
@@ -168,7 +170,7 @@ class _Watch(threading.Thread):
             for rank in range(self.world_size):
                 key = f"{self._key(call)}/{rank}"
                 if rank not in found and self._store.check([key]):
-                    found[rank] = self._store.get(key).decode()
+                    found[rank] = printable(self._store.get(key).decode(errors="replace"))
             time.sleep(0.05)
         self._answers = found
 
