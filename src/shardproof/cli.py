@@ -60,6 +60,8 @@ def train(
         if dry_run:
             _dry_run(checked, resume, nnodes)
         elif "RANK" in os.environ:  # started by torchrun
+            if os.environ.get("LOCAL_RANK", "0") == "0":
+                _require_start(checked, resume, nnodes)
             run_rank(to_json(checked), *resume)
         else:
             _require_start(checked, resume, nnodes)
@@ -105,7 +107,11 @@ def _look_ahead(recipe: Recipe, resume: _Resume, nnodes: str) -> list[Finding]:
     from shardproof.rl.preflight import Start, look_ahead
     from shardproof.rl.same_run import Resume
 
-    return look_ahead(Start(recipe, _num_ranks(recipe), node_range(nnodes)[0], Resume(*resume)))
+    num_ranks, num_nodes = _num_ranks(recipe), node_range(nnodes)[1]
+    if "RANK" in os.environ:  # torchrun has decided
+        num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        num_nodes = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
+    return look_ahead(Start(recipe, num_ranks, num_nodes, Resume(*resume)))
 
 
 def _require_start(recipe: Recipe, resume: _Resume, nnodes: str) -> None:

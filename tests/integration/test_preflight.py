@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from shardproof.cli import app
 from shardproof.config.load import from_json
+from shardproof.files import FolderLock
 from shardproof.rl import preflight
 from shardproof.rl.preflight import Start, look_ahead
 from shardproof.rl.same_run import Resume
@@ -153,6 +154,29 @@ def test_drawn_weights_are_counted_too(tmp_path):
 
 def test_a_node_may_be_without_the_weights(tmp_path):
     assert ahead(tmp_path / "run", f"model.path={tmp_path / 'nowhere'}", num_nodes=2) == []
+
+
+def test_a_folder_that_is_in_use_is_found_unless_another_node_may_have_begun_the_run(tmp_path):
+    lock = FolderLock(tmp_path)
+    lock.acquire("output")
+    (said,) = ahead(tmp_path)
+    assert "C006" in said and "is in use by process" in said
+    assert ahead(tmp_path, num_nodes=2) == []
+    lock.release()
+    assert ahead(tmp_path) == []
+
+
+def test_under_torchrun_the_first_rank_of_a_node_looks(tmp_path, monkeypatch):
+    for name, value in {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1000",
+        "WORLD_SIZE": "1000",
+    }.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(preflight, "_available_memory", lambda: 8 * 2**30)
+    code, output = command(tmp_path / "run")
+    assert code == 2 and "1000 ranks need at least" in output
 
 
 def test_all_that_is_wrong_is_said_at_once(tmp_path, without):

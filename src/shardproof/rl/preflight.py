@@ -34,6 +34,8 @@ from shardproof.model.skeleton import build_skeleton
 from shardproof.rl.place import POLICY as CHECKPOINTS
 from shardproof.rl.place import check_folder, checkpoint_steps
 from shardproof.rl.same_run import Resume
+from shardproof.rollout.vllm_server import VllmSettings, check_settings
+from shardproof.rollout.vllm_versions import installed_version, interface_of
 
 _GIB = 2**30
 _PROCESS_BYTES = 150 * 2**20  # of a rank that has imported torch and holds nothing
@@ -46,7 +48,7 @@ class Start:
 
     recipe: Recipe
     num_ranks: int  # of this node
-    num_nodes: int = 1
+    num_nodes: int = 1  # at most
     resume: Resume = field(default_factory=Resume)
 
     @cached_property
@@ -152,9 +154,6 @@ def check_vllm(start: Start) -> list[Finding]:
     vllm = start.recipe.rollout.vllm
     if start.recipe.rollout.engine != "vllm":
         return []
-    from shardproof.rollout.vllm_server import VllmSettings, check_settings
-    from shardproof.rollout.vllm_versions import installed_version, interface_of
-
     check_settings(VllmSettings(**vllm.model_dump()))
     version = installed_version() if vllm.url is None else None
     if version is not None:
@@ -184,7 +183,8 @@ def check_output(start: Start) -> list[Finding]:
     except OSError as error:
         message = f"{existing} cannot be written: {error.strerror or error}."
         return [_finding("output", message, "use an output.folder that this user may write")]
-    if (folder / LOCK_NAME).exists():
+    # Where there are several nodes, another one may have begun this very run.
+    if start.num_nodes == 1 and (folder / LOCK_NAME).exists():
         lock = FolderLock(folder)
         lock.acquire("output")
         lock.release()
