@@ -120,7 +120,7 @@ def test_a_colocated_server_samples_from_the_policys_weights(tmp_path, family):
     served, installed = (interface_of(str(said)) for said in (found["vllm"], installed_version()))
     assert replace(served, version="") == replace(installed, version="")
     # Half precision on both sides; weights that are not the policy's are whole nats away.
-    assert max(found["gaps"]) < 0.3 and max(found["worsts"]) < 0.3
+    assert max(found["gaps"]) < 0.5 and max(found["worsts"]) < 0.5
     assert found["versions"] == [{0}, {1}, {2}]
     assert found["stopped"]
     assert "R502 sync" in found["message"] and "layers.1.self_attn.qkv_proj" in found["message"]
