@@ -1,11 +1,15 @@
 """Packed attention that lets sequences see each other is not used, however little they say to each other."""
 
+import math
+
 import pytest
 import torch
 
 import shardproof as sp
 from shardproof.model import attention
+from shardproof.rollout import proof
 from shardproof.train import score
+from shardproof.train.probe import Yardstick
 from tests.models import EXTRA_FAMILIES, FAMILIES, tiny_config
 from tests.ranks import run_ranks, run_ranks_outcomes
 
@@ -109,3 +113,23 @@ def test_sequence_parallelism_without_borders_is_refused():
     for kind, error, message in run_ranks_outcomes(2, score_in_a_group, "no borders"):
         assert (kind, error) == ("error", "TrainFault")
         assert message.startswith("T303") and "average" in message
+
+
+@pytest.mark.parametrize("has_experts", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_scores_that_are_not_numbers_agree_with_nothing(dtype, has_experts):
+    truth = torch.linspace(-5, -1, 44)
+    yardstick = Yardstick(truth, 0.5, dtype, has_experts)
+    assert yardstick.error(truth) is None and yardstick.leak(0.0) is None
+    assert yardstick.error(truth.where(torch.arange(44) != 7, math.nan)) is not None
+    assert yardstick.leak(math.nan) is not None
+    assert Yardstick(truth, math.nan, dtype, has_experts).leak(0.0) is not None
+
+
+@pytest.mark.parametrize("has_experts", [False, True])
+def test_steps_that_are_not_numbers_agree_with_nothing(has_experts):
+    right, wrong = torch.zeros(3, 5), torch.zeros(3, 5)
+    wrong[2, 4] = math.nan
+    assert proof._judge([right, right], 1.0, has_experts) is None
+    assert proof._judge([right, wrong], 1.0, has_experts) is not None
+    assert proof._judge([right, right], math.nan, has_experts) is not None

@@ -76,9 +76,9 @@ def _judge(distances: list[torch.Tensor], worth: float, has_experts: bool) -> st
     """What is wrong with distances [steps, rows] behind prompts of several lengths, where context is worth so much."""
     mean = largest(float(each.mean()) for each in distances)
     worst = largest(float(each.max()) for each in distances)
-    if not within(mean, max((_MEAN_OF_EXPERTS if has_experts else _MEAN) * worth, _ROUNDING)):
+    if not within(mean, largest(((_MEAN_OF_EXPERTS if has_experts else _MEAN) * worth, _ROUNDING))):
         return f"their log-probs differ by {mean:.3g} on average, where the context is worth {worth:.3g}"
-    if not has_experts and not within(worst, max(_WORST * worth, 4 * _ROUNDING)):
+    if not has_experts and not within(worst, largest((_WORST * worth, 4 * _ROUNDING))):
         return f"their log-probs differ by {worst:.3g} in a row, where the context is worth {worth:.3g}"
     return None
 

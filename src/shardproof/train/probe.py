@@ -80,7 +80,8 @@ class Yardstick:
     def largest_mean(self) -> float:
         """How far right scores may be from `truth` on average."""
         is_exact = self.dtype == torch.float32 and not torch.backends.cuda.matmul.allow_tf32
-        return max((_EXACT_ERROR if is_exact else _ERROR) * self.at_stake, _ROUNDING[self.dtype])
+        share = _EXACT_ERROR if is_exact else _ERROR
+        return largest((share * self.at_stake, _ROUNDING[self.dtype]))
 
     def error(self, found: torch.Tensor) -> str | None:
         """What is wrong with scores of the same tokens, computed another way."""
@@ -92,7 +93,7 @@ class Yardstick:
             limit = _WORST
         else:
             # Rounding may send a token to another expert, which then says something else of it.
-            limit = float("inf") if self.has_experts else max(_WORST_16_BITS, self.at_stake / 2)
+            limit = float("inf") if self.has_experts else largest((_WORST_16_BITS, self.at_stake / 2))
         return None if within(worst, limit) else f"it differs by {worst:.3g}"
 
     def leak(self, change: float) -> str | None:
@@ -102,6 +103,6 @@ class Yardstick:
         but for experts, whose numbers of tokens change, and who may then get a token that another one had.
         """
         share = _ERROR if self.has_experts else _LEAK
-        if within(change, share * max(self.at_stake, _ROUNDING[self.dtype])):
+        if within(change, share * largest((self.at_stake, _ROUNDING[self.dtype]))):
             return None
         return f"a sequence's scores change by {change:.3g} with another sequence"
