@@ -218,11 +218,15 @@ def checksum(path: Path) -> int:
     return value
 
 
-def check_seen(folder: Path, sums: Iterable[tuple[int, Sum]]) -> None:
-    """Raise if rank 0 does not see, whole, what some rank says it has written: then ranks do not share the folder."""
-    for rank, (name, size, _) in sums:
-        path = folder / name
-        if not path.exists() or path.stat().st_size != size:
-            found = "does not see it" if not path.exists() else f"sees {path.stat().st_size} bytes"
-            message = f"it wrote {name} with {size} bytes, and rank 0 {found}."
-            raise fail("E408", "save", message, rank=rank, fix="save into a folder that all hosts share")
+def check_seen(folder: Path, written: Iterable[tuple[int, str, int]], stage: str) -> None:
+    """Raise if rank 0 does not see, whole, what some rank says it wrote: (rank, file, size). It shares no folder then."""
+    for rank, name, size in written:
+        try:
+            with (folder / name).open("rb") as file:  # opening it asks a server anew
+                found = os.fstat(file.fileno()).st_size
+        except FileNotFoundError:
+            found = None
+        if found != size:
+            seen = "does not see it" if found is None else f"sees {found} bytes"
+            message = f"it wrote {name} with {size} bytes, and rank 0 {seen}."
+            raise fail("E408", stage, message, rank=rank, fix="save into a folder that all hosts share")

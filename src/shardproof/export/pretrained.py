@@ -21,7 +21,7 @@ from transformers import PretrainedConfig
 from shardproof.checkpoint.reader import DTYPES, INDEX_NAME, SINGLE_NAME
 from shardproof.dist.collectives import exchange, together
 from shardproof.errors import fail
-from shardproof.export.folders import disk_errors
+from shardproof.export.folders import check_seen, disk_errors
 from shardproof.export.manifest import ExportReceipt, TensorMeta
 from shardproof.export.model_folder import (
     ADAPTER_CONFIG,
@@ -72,10 +72,10 @@ def save_pretrained(
         with _writing(folder):
             if dist.get_rank() == 0:
                 place.begin()
-        sizes = _write_files(stream, partial, files)
+        written = _write_files(stream, partial, files)
         with _writing(folder):
             if dist.get_rank() == 0:
-                _check_seen(partial, sizes)
+                check_seen(partial, written, STAGE)
                 _write_description(policy, partial, files, companions, adapter_only)
                 place.publish({*files, *_described(files, adapter_only)})
     except BaseException:
@@ -118,8 +118,8 @@ def _companions(source: Path) -> list[str]:
 
 def _write_files(
     stream: WeightStream, partial: Path, files: dict[str, list[TensorMeta]]
-) -> list[dict[str, int]]:
-    """Write the stream's tensors; returns the sizes of the files that each rank wrote. Collective: every rank."""
+) -> list[tuple[int, str, int]]:
+    """Write the stream's tensors; returns (rank, file, size) of all that was written. Collective: every rank."""
     mine = [file for index, file in enumerate(files) if index % dist.get_world_size() == dist.get_rank()]
     output = _Files(partial, files, mine)
     try:
@@ -132,18 +132,7 @@ def _write_files(
     sizes: dict[str, int] = {}
     with together(STAGE):
         sizes = output.finish()
-    return exchange(sizes)
-
-
-def _check_seen(folder: Path, sizes: list[dict[str, int]]) -> None:
-    """Raise if rank 0 does not see what another rank wrote."""
-    for rank, row in enumerate(sizes):
-        for name, size in row.items():
-            path = folder / name
-            if not path.exists() or path.stat().st_size != size:
-                message = f"it wrote {name} with {size} bytes, and rank 0 does not see it."
-                fix = "save into a folder that all hosts share"
-                raise fail("E408", STAGE, message, rank=rank, fix=fix)
+    return [(rank, name, size) for rank, row in enumerate(exchange(sizes)) for name, size in row.items()]
 
 
 def _plan_files(metas: Sequence[TensorMeta], limit: int, adapter_only: bool) -> dict[str, list[TensorMeta]]:

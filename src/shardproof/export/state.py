@@ -98,10 +98,10 @@ def save_checkpoint(
             check_optimizer_state(policy, optimizer)
         _check_request(root, extra or {}, number, keep)
     lock = FolderLock(root)
-    with together("save"):
-        if dist.get_rank() == 0:
-            _claim(root, lock)
     try:
+        with together("save"):
+            if dist.get_rank() == 0:
+                _claim(root, lock)
         state = describe(policy, optimizer, scheduler, extra or {})
         partial = root / f"{PARTIAL}{number:08d}-{exchange(secrets.token_hex(4))[0]}"
         ranges = model_ranges(policy) | (optimizer_ranges(policy, optimizer) if optimizer is not None else {})
@@ -209,9 +209,9 @@ class _Save:
 
     def publish(self, sums: list[Any]) -> Path:
         """Note the checksums of everything and give the folder its name, if rank 0 sees all that was written."""
-        rows = [(rank, (name, size, crc)) for rank, row in enumerate(sums) for name, size, crc in row]
-        self._first_alone(lambda: check_seen(self.partial, rows))
-        self._first_alone(lambda: write_sums(self.partial, [row for _, row in rows]))
+        written = [(rank, name, size) for rank, row in enumerate(sums) for name, size, _ in row]
+        self._first_alone(lambda: check_seen(self.partial, written, "save"))
+        self._first_alone(lambda: write_sums(self.partial, [tuple(file) for row in sums for file in row]))
         self._first_alone(lambda: publish(self.root, self.partial, self.final, self.keep))
         return self.final
 
