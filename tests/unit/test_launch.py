@@ -36,9 +36,9 @@ def begin(name, *args, **settings):
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def results(process):
+def results(process, said=""):
     output, errors = process.communicate(timeout=100)
-    assert process.returncode == 0, errors
+    assert process.returncode == 0 and said in errors, errors
     return json.loads(output.splitlines()[-1])
 
 
@@ -57,7 +57,8 @@ def test_nodes_that_share_a_secret_meet():
         begin("echo", "hello", num_ranks=1, nnodes="2", rdzv_endpoint=endpoint, rdzv_id=SECRET)
         for _ in range(2)
     ]
-    found = results(nodes[0]) | results(nodes[1])
+    said = "this node listens to others beyond loopback"
+    found = results(nodes[0], said) | results(nodes[1], said)
     assert found == {"0": ["0", "2", "hello"], "1": ["1", "2", "hello"]}
 
 

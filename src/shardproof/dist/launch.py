@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import datetime
 import itertools
+import logging
 import os
 import signal
 import socket
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous import RendezvousHandler
 
     from shardproof.dist.agent import Agent
+
+logger = logging.getLogger(__name__)
 
 _STORE_FOLDER = "SHARDPROOF_STORE_FOLDER"
 _MIN_SECRET = 16  # characters
@@ -219,6 +222,9 @@ def _meet(min_nodes: int, max_nodes: int, endpoint: str | None, secret: str | No
         message = f"several nodes need --rdzv-id, a secret of at least {_MIN_SECRET} characters."
         fix = "make one with `openssl rand -hex 16`, and pass it on every node, or as SHARDPROOF_RDZV_ID"
         raise fail("C001", "launch", message, fix=fix)
+    logger.warning(
+        "this node listens to others beyond loopback: keep their network private; see docs/multi-node.md"
+    )
     try:
         return several_nodes(min_nodes, max_nodes, endpoint, secret)
     except ValueError as error:  # an endpoint that is none
