@@ -8,6 +8,7 @@ import contextlib
 import json
 import math
 import random
+import shutil
 import signal
 import struct
 from pathlib import Path
@@ -24,6 +25,7 @@ from shardproof.checkpoint.source import resolve_folder
 from shardproof.config.load import from_json, load_recipe, to_json
 from shardproof.model.inventory import take_inventory
 from shardproof.model.skeleton import build_skeleton
+from shardproof.rl.checks import check_inputs
 from shardproof.rl.data import encode_prompts, load_rows
 from shardproof.rl.place import check_folder, write_settings
 from shardproof.rl.report import write_report
@@ -43,6 +45,7 @@ NUM_HEADERS, NUM_INDEXES, NUM_CONFIGS, NUM_RECIPES, NUM_ROWS, NUM_FOLDERS, NUM_C
     150,
     200,
 )
+NUM_TOKENIZERS = 150
 PATIENCE_S = 20  # for one damage; each takes milliseconds
 
 ODD_VALUES = [
@@ -360,6 +363,21 @@ def test_rows(tmp_path):
             assert [prompt.row["prompt"] for prompt in prompts] == [row["prompt"] for row in read], label
 
 
+def test_tokenizers(tmp_path, capfd):
+    rng = random.Random(8)
+    model = Path(shutil.copytree(RECIPES / "tiny" / "model", tmp_path / "model"))
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 2], "temperature": 0.6}))
+    recipe = load_recipe(RECIPES / "tiny.toml", [f"model.path={model}", f"output.folder={tmp_path / 'run'}"])
+    for _ in range(NUM_TOKENIZERS):
+        name = rng.choice(["tokenizer.json", "tokenizer_config.json", "generation_config.json"])
+        raw = (model / name).read_bytes()
+        label, changed = damage(rng, raw)
+        put(model / name, changed)
+        outcome_of(lambda: check_inputs(recipe), f"{name}: {label}")
+        put(model / name, raw)
+    assert "\x1b" not in "".join(capfd.readouterr())
+
+
 def test_run_folders(tmp_path):
     rng = random.Random(6)
     folder = tmp_path / "run"
@@ -444,4 +462,4 @@ def test_checkpoints_of_runs(tmp_path):
 
 def test_there_are_enough_of_them():
     counts = (NUM_HEADERS, NUM_INDEXES, NUM_CONFIGS, NUM_RECIPES, NUM_ROWS, NUM_FOLDERS, NUM_CHECKPOINTS)
-    assert sum(counts) >= 2000
+    assert sum(counts) + NUM_TOKENIZERS >= 2000

@@ -17,6 +17,7 @@ from shardproof.foreign import MAX_TEXT_BYTES, is_inside, open_foreign, read_jso
 _HUB_PATTERNS = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.py"]
 # What transformers opens by itself, when it is asked for a config or a tokenizer.
 _TEXT_PATTERNS = ["*.json", "*.txt", "*.model", "*.jinja", "additional_chat_templates/*.jinja"]
+_TOKENIZER_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "tokenizer.json")
 _MAX_CONFIG_BYTES = 16 * 2**20
 # A module is built for each of these, so a number of them that no model has would be waited for.
 _COUNTED = re.compile(r"(^|_)(layers?|blocks?|experts|depth|stages)$")
@@ -110,6 +111,25 @@ def check_texts(folder: Path) -> None:
     for path in sorted(path for pattern in _TEXT_PATTERNS for path in folder.glob(pattern)):
         if not is_inside(path, folder) or not path.is_dir():
             open_foreign(path, "source", inside=folder, max_bytes=MAX_TEXT_BYTES).close()
+
+
+def check_tokenizer_keys(folder: Path) -> None:
+    """Raise for keys of tokenizer settings that a terminal would obey: the tokenizers library prints keys as they are."""
+    for path in (folder / name for name in _TOKENIZER_SETTINGS):
+        if path.is_file():
+            found = read_json(path, "source", inside=folder)
+            if path.name == "tokenizer.json":  # elsewhere in it keys are tokens, which may be anything
+                found = found.get("added_tokens") if isinstance(found, dict) else None
+            stack = [found]
+            while stack:
+                value = stack.pop()
+                if isinstance(value, dict):
+                    odd = next((key for key in value if not key.isprintable()), None)
+                    if odd is not None:
+                        raise fail("L103", "source", f"{path.name} has the key {odd[:100]!r}.")
+                    stack += value.values()
+                elif isinstance(value, list):
+                    stack += value
 
 
 def _check_raw(raw: Any, name: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import AutoTokenizer, PretrainedConfig
 
-from shardproof.checkpoint.source import find_folder, read_config, resolve_folder
+from shardproof.checkpoint.source import check_tokenizer_keys, find_folder, read_config, resolve_folder
 from shardproof.config.schema import Model, Recipe
 from shardproof.errors import fail
 from shardproof.model.families import check_sequence_parallel, max_positions
@@ -82,10 +82,11 @@ def _model_folder(path: str) -> Path:
 
 
 def _load_tokenizer(folder: Path, trust_remote_code: bool) -> Any:
+    check_tokenizer_keys(folder)
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:  # tokenizers raise types of their own for files that are missing or wrong
-        reason = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
+        reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
         message = f"the tokenizer of {folder} cannot be loaded: {reason}"
         raise fail("C005", "data", message, fix="put the model's tokenizer files into its folder") from error
 

@@ -301,11 +301,9 @@ def encode_prompts(
         indices = [index for index, flag in enumerate(templated) if flag is through]
         if indices:
             # A template writes its special tokens itself; adding them again would begin a prompt with two BOS.
-            found = tokenizer([texts[index] for index in indices], add_special_tokens=not through)[
-                "input_ids"
-            ]
+            found = _tokens(tokenizer, [texts[index] for index in indices], add_special_tokens=not through)
             for index, ids in zip(indices, found):
-                tokens[index] = tuple(ids)
+                tokens[index] = ids
     for place, row, ids in zip(places, rows, tokens):
         # A template makes tokens of an empty prompt too, so the prompt itself is looked at.
         if not ids or not str(row[prompt_column]).strip():
@@ -318,9 +316,17 @@ def encode_completions(prompts: list[Prompt], tokenizer: Any, completion_column:
     """The prompts with the tokens of their completions, each closed by the tokenizer's end of sequence."""
     texts = [prompt.row[completion_column] for prompt in prompts]
     # What begins a sequence stands before the prompt already.
-    found = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    found = _tokens(tokenizer, texts, add_special_tokens=False)
     end = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
     return [replace(prompt, completion=(*ids, *end)) for prompt, ids in zip(prompts, found)]
+
+
+def _tokens(tokenizer: Any, texts: list[str], *, add_special_tokens: bool) -> list[tuple[int, ...]]:
+    try:
+        return [tuple(ids) for ids in tokenizer(texts, add_special_tokens=add_special_tokens)["input_ids"]]
+    except Exception as error:  # a tokenizer is made of a stranger's files too
+        message = f"the tokenizer fails on the data: {type(error).__name__}: {str(error)[:300]}"
+        raise _unusable(message, "use the tokenizer files that belong to the model") from error
 
 
 def _render_all(
