@@ -60,6 +60,8 @@ def test_nothing_is_said_where_nothing_is_wrong(tmp_path):
         (["train.ranks=1000"], "1000 ranks need at least"),
         (["output.folder=/proc/shardproof/run"], "/proc cannot be written"),
         (["output.folder="], "output.folder is empty"),
+        ([r'output.folder="a\u0000b"'], "embedded null"),
+        (["output.folder=" + "a" * 300], "File name too long"),
         (["model.path=no/such/model"], "L101"),
         (["rollout.engine=vllm", "rollout.vllm.mode=server", "rollout.vllm.port={port}"], "cannot be had"),
         (["rollout.engine=vllm", "rollout.vllm.url=ftp://127.0.0.1"], "rollout.vllm.url"),

@@ -67,9 +67,9 @@ class RunFolder:
         """Check that the folder is this run's, or may be, and lock it. Only rank 0 looks and writes."""
         if dist.get_rank() != 0:
             return
-        check_folder(self.recipe, self.resume)
         lock = FolderLock(self.path)
         try:
+            check_folder(self.recipe, self.resume)
             self.path.mkdir(parents=True, exist_ok=True)
             lock.acquire("output")
             self._lock = lock

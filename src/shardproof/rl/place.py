@@ -12,8 +12,8 @@ from typing import Any
 
 from shardproof.config.load import to_json
 from shardproof.config.schema import Recipe
-from shardproof.errors import fail
-from shardproof.files import write_atomic
+from shardproof.errors import ShardproofError, fail
+from shardproof.files import REPLACED, write_atomic
 from shardproof.foreign import is_inside, read_json
 from shardproof.rl.data import Prompt
 from shardproof.rl.loggers import METRICS_NAME, read_lines
@@ -52,7 +52,16 @@ class State:
 
 def check_folder(recipe: Recipe, resume: Resume | None = None) -> State:
     """What the run's folder holds; raises if this recipe may not run there. Nothing is written."""
-    resume = resume or Resume()
+    try:
+        return _check_folder(recipe, resume or Resume())
+    except ShardproofError:
+        raise
+    except (OSError, ValueError) as error:  # a name that no folder can have, or one that may not be looked at
+        reason = getattr(error, "strerror", None) or error
+        raise fail("C007", "output", f"{recipe.output.folder!r} cannot be used: {reason}.") from error
+
+
+def _check_folder(recipe: Recipe, resume: Resume) -> State:
     check_resume(resume)
     if not recipe.output.folder.strip():
         raise fail("C001", "output", "output.folder is empty.", fix="name a folder of the run's own")
@@ -103,7 +112,8 @@ def write_settings(folder: Path, recipe: Recipe, digests: Digests) -> None:
 
 def checkpoint_steps(root: Path) -> tuple[int, ...]:
     """The steps of the checkpoints in a folder, in order."""
-    names = [path.name for path in root.iterdir()] if root.is_dir() else []
+    # One that a replacement left aside, between two renames, is there under its name for whoever resumes.
+    names = {path.name.removeprefix(REPLACED) for path in root.iterdir()} if root.is_dir() else set()
     return tuple(sorted(int(match[1]) for name in names if (match := _STEP.match(name))))
 
 

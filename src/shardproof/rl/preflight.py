@@ -81,6 +81,8 @@ def look_ahead(start: Start) -> list[Finding]:
             findings += check(start)
         except ShardproofError as error:
             findings += [finding for finding in error.findings if finding not in findings]
+        except (OSError, ValueError) as error:  # a path that cannot be looked at, or cannot be one
+            findings.append(_finding(check.__name__.removeprefix("check_"), f"{error}."))
     return findings
 
 
