@@ -17,8 +17,10 @@ import torch
 import torch.distributed as dist
 from pydantic import BaseModel
 from torch.distributed.device_mesh import init_device_mesh
+from typer.testing import CliRunner
 
 import shardproof as sp
+from shardproof.cli import app
 from shardproof.config.load import load_recipe, parse_recipe
 from shardproof.config.schema import Recipe
 from shardproof.rl.checks import check_inputs
@@ -510,3 +512,23 @@ def test_tokenizer_with_ids_that_the_model_does_not_have(tmp_path):
     with pytest.raises(sp.ConfigError, match="vocabulary has 5") as caught:
         check_inputs(recipe)
     assert caught.value.code == "C005"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["doctor", "model", "--ranks", "100000"], "--ranks=100000"),
+        (["doctor", "model", "--ranks", "-1"], "--ranks=-1"),
+        (["doctor", "model", "--timeout", "nan"], "--timeout=nan"),
+        (["doctor", "model", "--seq-len", "1000000000000"], "--seq-len=1000000000000"),
+        (["doctor", "model", "--lora", "1000000000"], "--lora=1000000000"),
+        (["doctor", "model", "--replicate", "0"], "--replicate=0"),
+        (["estimate", "model", "--micro-batch-tokens", "-1"], "--micro-batch-tokens=-1"),
+        (["estimate", "model", "--ranks", "1000000000000"], "--ranks=1000000000000"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_options_of_commands_have_bounds(arguments, named):
+    found = CliRunner().invoke(app, arguments)
+    assert found.exit_code == 120, found.output
+    assert "C001" in found.output and named in found.output

@@ -247,9 +247,9 @@ def _check_types(rows: list[tuple[Any, ...]]) -> None:
         raise ValueError("an entry's data_offsets are not two")
     if len(rows) > _MAX_TENSORS:
         raise ValueError(f"it has {len(rows)} tensors, allowed are {_MAX_TENSORS}")
-    if max((len(row[0]) for row in rows), default=0) > _MAX_NAME:
+    if max([len(row[0]) for row in rows], default=0) > _MAX_NAME:
         raise ValueError(f"a name is longer than {_MAX_NAME} characters")
-    if max((len(row[2]) for row in rows), default=0) > _MAX_DIMS:
+    if max([len(row[2]) for row in rows], default=0) > _MAX_DIMS:
         raise ValueError(f"a tensor has more than {_MAX_DIMS} dimensions")
     numbers = [number for _, _, shape, start, stop in rows for number in (*shape, start, stop)]
     if {type(row[1]) for row in rows} - {str} or {*map(type, numbers)} - {int} or min(numbers, default=0) < 0:

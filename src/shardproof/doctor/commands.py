@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
+from shardproof.bounds import require_number
 from shardproof.doctor.page import write_page
 from shardproof.doctor.report import print_estimates, print_matrix, print_report, write_json
 from shardproof.doctor.request import Layout, Request, layouts_of
@@ -20,6 +21,7 @@ from shardproof.doctor.results import USAGE_EXIT, Examination, Report, Stage
 from shardproof.errors import ShardproofError
 from shardproof.findings import Finding
 
+_MAX_STARTED = 1024  # processes on one node, as in a recipe
 _FIXES = {
     -9: "give it more memory, or run shardproof estimate first: most often the system ended it for lack of memory",
     -4: "set ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16: this processor does not have an instruction that it reports",
@@ -162,6 +164,7 @@ def examine_on_ranks(request: Request) -> Report:
     text = json.dumps(request.to_json())
     if "RANK" in os.environ:
         return Report.from_json(run_rank(text))
+    require_number("doctor", "--ranks", request.ranks, at_most=_MAX_STARTED)
     started = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="shardproof-doctor-") as progress:
         try:
