@@ -70,7 +70,9 @@ def print_outcome(recipe: Recipe, seconds: float) -> None:
     print(f"\n{recipe.algorithm.name}, {len(rewards)} steps, {recipe.train.ranks} ranks, {seconds:.0f} s")
     print(f"mean reward of sampled answers: {first:.2f} in the first five steps, {last:.2f} in the last five")
     if held_out:
-        print(f"held-out prompts, greedy: {held_out[0]:.2f} before the first step, {held_out[-1]:.2f} after the last")
+        print(
+            f"held-out prompts, greedy: {held_out[0]:.2f} before the first step, {held_out[-1]:.2f} after the last"
+        )
     print(f"report: {folder / 'report.html'}")
     print(f"model:  {folder / 'model'}")
 
