@@ -80,9 +80,14 @@ def choose(stage: str, key: str, value: object, valid: Iterable[str]) -> str:
     options = list(valid)
     if value in options:
         return str(value)
-    near = nearest(str(value), options)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
+    hint = did_you_mean(str(value), options)
     raise fail("C001", stage, f"{key}={value!r} is not one of {', '.join(options)}.{hint}")
+
+
+def did_you_mean(name: str, candidates: Iterable[str]) -> str:
+    """A sentence, after a space, that suggests the candidate closest to `name`; empty when none is close."""
+    near = nearest(name, candidates)
+    return f" Did you mean {near[0]!r}?" if near else ""
 
 
 def nearest(name: str, candidates: Iterable[str], limit: int = 1) -> list[str]:

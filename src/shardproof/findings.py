@@ -70,7 +70,7 @@ CODES: dict[str, tuple[str, str]] = {
     "R501": ("an engine has no weights, or older ones than allowed", "call load_weights before generate"),
     "R502": ("weights did not arrive whole", "send them again; see which tensor the message names"),
     "R503": ("engine and trainer disagree about the same tokens", "compare their weights; see the canary's numbers"),
-    "R504": ("a reward failed", "see the reward's own error; set reward.on_error to zero to go on without it"),
+    "R504": ("a reward failed", "see the reward's own error; set reward.on_error to zero to go on without single samples"),
     "R505": ("a vLLM server is gone, late, or refuses", "look at the server's log; raise rollout.vllm's timeouts if it was only slow"),
     "R506": ("a vLLM server does not fit the run", "start it as docs/vllm.md shows, or let the run start it"),
 }  # fmt: skip

@@ -192,7 +192,7 @@ class Train(Section):
     prompts_per_step: Count = 32
     micro_batch_tokens: Tokens = 8192
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
-    ranks: Processes | None = None  # processes on this node; None: one a GPU, or 1
+    ranks: Processes | None = None  # processes on this node; None: one per GPU, or 1
     max_consecutive_skips: Count = 3
 
 

@@ -14,7 +14,6 @@ import platform
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
@@ -24,6 +23,7 @@ from shardproof.errors import error_for
 from shardproof.findings import Finding
 from shardproof.rl.checks import Inputs
 from shardproof.rl.data import Prompt, rows_digest
+from shardproof.rl.same_run import leaves
 
 PACKAGE = Path(__file__).parents[1]
 LIBRARIES = ("torch", "transformers", "tokenizers", "peft", "numpy")
@@ -59,7 +59,7 @@ def identity(recipe: Recipe, inputs: Inputs | None = None, options: object = Non
     found = {"versions/python": platform.python_version()}
     found |= {f"versions/{name}": _version(name) for name in LIBRARIES}
     found["code/shardproof"] = _sources_digest(PACKAGE)
-    found |= {f"recipe/{key}": value for key, value in _settings(recipe.model_dump(mode="json"))}
+    found |= {f"recipe/{key}": value for key, value in _settings(recipe)}
     if options is not None:
         found["recipe/options"] = repr(options)
     if inputs is not None:
@@ -124,13 +124,10 @@ def _version(name: str) -> str:
         return "not installed"
 
 
-def _settings(data: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, str]]:
-    """The recipe's leaves that must agree, by dotted key; of a path whether it is given."""
-    for name, value in data.items():
-        key = f"{prefix}{name}"
-        if isinstance(value, dict):
-            yield from _settings(value, f"{key}.")
-        elif key in _PATHS:
+def _settings(recipe: Recipe) -> Iterable[tuple[str, str]]:
+    """The recipe's values that must agree, by dotted key; of a path whether it is given."""
+    for key, value in leaves(recipe.model_dump(mode="json")).items():
+        if key in _PATHS:
             yield key, "none" if value is None else "a path"
         elif key not in _LOCAL:
             yield key, json.dumps(value)

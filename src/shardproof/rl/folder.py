@@ -256,8 +256,3 @@ def write_samples(run: Run, experience: Experience, folder: RunFolder, step: int
     ]
     for line in lines[: run.recipe.output.samples_per_step]:
         folder.append(SAMPLES_NAME, line)
-
-
-def note(folder: RunFolder, step: int, kind: str, text: str) -> None:
-    """Add an event: a receipt, a finding, a skipped step, a reward that failed."""
-    folder.note(step, kind, text)

@@ -15,7 +15,7 @@ from shardproof.dist.launch import init_distributed
 from shardproof.errors import fail
 from shardproof.rl.agreement import agree_on
 from shardproof.rl.experience import Group, await_rewards, collect, sample_groups
-from shardproof.rl.folder import RunFolder, go_on, note, report, save, save_model, write_samples
+from shardproof.rl.folder import RunFolder, go_on, report, save, save_model, write_samples
 from shardproof.rl.imitation import demonstrate, held_out_loss
 from shardproof.rl.loggers import Logger
 from shardproof.rl.same_run import Resume
@@ -31,7 +31,7 @@ _CANARY_TOKENS = 8
 def train(recipe: Recipe, loggers: Sequence[Logger] = (), resume: Resume | None = None) -> dict[str, float]:
     """Run a recipe on this rank, from its start or from its last checkpoint; returns the last step's metrics.
 
-    SIGTERM and SIGINT save and raise `Stopped` on every rank; the same recipe then goes on.
+    SIGTERM, SIGINT and SIGHUP save and raise `Stopped` on every rank; the same recipe then goes on.
 
     Collective: every rank.
     """
@@ -62,7 +62,7 @@ def _run(recipe: Recipe, folder: RunFolder, loggers: Sequence[Logger]) -> dict[s
 def _train(run: Run, folder: RunFolder, stop: StopFlag, loggers: Sequence[Logger]) -> dict[str, float]:
     output = run.recipe.output
     step = saved = go_on(run, folder)
-    note(folder, step, "receipt", str(run.policy.model.receipt))
+    folder.note(step, "receipt", str(run.policy.model.receipt))
     metrics = sync(run, step, folder)
     with together("output"):
         folder.begin(run, step, loggers)
@@ -112,9 +112,9 @@ def one_step(run: Run, step: int, folder: RunFolder) -> dict[str, float]:
     }
     for result in (step for each in updates for step in each.steps):
         if not result.stepped:
-            note(folder, step + 1, "skip", f"{result.reason}: rank {result.rank}, {result.tensor}")
+            folder.note(step + 1, "skip", f"{result.reason}: rank {result.rank}, {result.tensor}")
     for error in experience.errors:
-        note(folder, step + 1, "reward", error)
+        folder.note(step + 1, "reward", error)
     write_samples(run, experience, folder, step + 1)
     return metrics
 
@@ -130,7 +130,7 @@ def sync(run: Run, step: int, folder: RunFolder) -> dict[str, float]:
         return {"version": float(policy.version)}
     receipt = run.engine.load_weights(run.weights)
     for finding in receipt.findings:
-        note(folder, step, "finding", str(finding))
+        folder.note(step, "finding", str(finding))
     synced = time.perf_counter()
     gap = run.engine.canary_gap if run.engine.canary_gap is not None else canary(run)
     tolerance = run.recipe.canary_tolerance

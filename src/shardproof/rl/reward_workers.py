@@ -36,7 +36,7 @@ _BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv.pop()); from shardp
 
 
 def serve() -> None:
-    """A worker's life: import the rewards, then answer chunks of calls, one reply a call, until told to leave."""
+    """A worker's life: import the rewards, then answer chunks of calls, one reply per call, until told to leave."""
     parent, descriptor, lifeline = map(int, sys.argv[1:4])
     _leave_with(parent, lifeline)
     os.set_inheritable(descriptor, False)  # a process that a reward starts must not keep the connection open

@@ -20,7 +20,7 @@ from shardproof.checkpoint.reader import open_checkpoint
 from shardproof.checkpoint.source import find_folder
 from shardproof.config.load import all_keys, to_json
 from shardproof.config.schema import Recipe
-from shardproof.errors import ShardproofError, fail, nearest
+from shardproof.errors import ShardproofError, did_you_mean, fail
 from shardproof.foreign import read_foreign
 from shardproof.rl.data import Prompt, rows_digest
 
@@ -88,9 +88,9 @@ def check_resume(resume: Resume) -> None:
     known = set(all_keys(Recipe))
     for key in resume.allow:
         if key not in known:
-            near = nearest(key, known)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
-            raise fail("C001", "output", f"--allow {key}: a recipe has no such key.{hint}")
+            raise fail(
+                "C001", "output", f"--allow {key}: a recipe has no such key.{did_you_mean(key, known)}"
+            )
     if resume.from_step is not None and resume.from_step < 0:
         raise fail("C001", "output", f"--from {resume.from_step}: steps begin at 0.")
 
@@ -111,7 +111,7 @@ def changed_settings(before: Mapping[str, Any], recipe: Recipe, *, with_sources:
 
     `with_sources` compares the spelling of paths too, for runs that did not note what their sources hold.
     """
-    old, new = _leaves(_completed(before)), _leaves(json.loads(to_json(recipe)))
+    old, new = leaves(_completed(before)), leaves(json.loads(to_json(recipe)))
     ignored = ("free",) if with_sources else ("free", "content")
     return [
         Change(key, old.get(key), new.get(key))
@@ -201,11 +201,12 @@ def _completed(before: Mapping[str, Any]) -> dict[str, Any]:
         return dict(before)
 
 
-def _leaves(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def leaves(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A recipe's values by dotted key; a list is one value."""
     found: dict[str, Any] = {}
     for key, value in data.items():
         if isinstance(value, dict):
-            found |= _leaves(value, f"{prefix}{key}.")
+            found |= leaves(value, f"{prefix}{key}.")
         else:
             found[f"{prefix}{key}"] = value
     return found

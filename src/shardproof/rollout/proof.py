@@ -34,7 +34,7 @@ _ROUNDING = 2.0**-8
 
 
 class Step(Protocol):
-    """A model that takes one new token a row, in memory that stays where it is."""
+    """A model that takes one new token per row, in memory that stays where it is."""
 
     def fill(self, started: Prefilled) -> None:
         """Begin after the prompts."""
