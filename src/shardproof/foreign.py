@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import os
 import stat
@@ -59,7 +60,8 @@ def read_json(
 def parse_json(raw: bytes, label: str, stage: str, *, code: str = "L103", unique_keys: bool = False) -> Any:
     """The JSON value of foreign bytes. With `unique_keys` an object that has a key twice raises as well."""
     try:
-        return json.loads(raw.decode("utf-8-sig"), object_pairs_hook=_without_twins if unique_keys else None)
+        text = raw.removeprefix(codecs.BOM_UTF8).decode()
+        return json.loads(text, object_pairs_hook=_without_twins if unique_keys else None)
     except (ValueError, RecursionError) as error:  # both JSON's and UTF-8's errors are ValueErrors
         raise fail(code, stage, f"{label} is not valid JSON: {error}.") from error
 

@@ -2,34 +2,22 @@
 
 from __future__ import annotations
 
-import codecs
 import hashlib
-import itertools
 import json
-import pickle
-import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
-from shardproof.errors import ShardproofError, fail, nearest
-from shardproof.foreign import open_foreign, parse_json
+from shardproof.errors import did_you_mean
 from shardproof.rl.reward_functions import row_problem
+from shardproof.rl.rows import Place, Row, read_rows, unusable
 from shardproof.rl.templates import Overdue, call_each
 
-T = TypeVar("T")
-Row = dict[str, Any]
-Place = tuple[str, Row]  # where a row came from, in words, and the row
-
-# hf:name[:config][:split]; a split may be a slice with a colon of its own, as in train[:100].
-_HUB_SOURCE = re.compile(r"hf:([^:]+)(?::([^:\[]+)(?=:))?(?::([^:\[]+(?:\[.*\])?))?")
-
-
 _TEMPLATE_SECONDS = 10.0  # for one prompt; real templates take a millisecond
+_NESTED = (dict, list, tuple)
 _MAX_DEPTH = 100  # of lists and objects in a row: far below where Python gives up on copying or sending them
 
 
@@ -67,10 +55,10 @@ def load_rows(
     """
     rows = Rows(
         (place, _checked(place, row, prompt_column, answer_column, completion_column, rewards))
-        for place, row in _read(source)
+        for place, row in read_rows(source)
     )
     if not rows:
-        raise _unusable(f"{source} holds no rows.")
+        raise unusable(f"{source} holds no rows.")
     return rows
 
 
@@ -78,7 +66,7 @@ def _checked(
     place: str, row: Row, prompt: str, answer: str | None, completion: str | None, rewards: Sequence[str]
 ) -> Row:
     if _is_deeper(row, _MAX_DEPTH):
-        raise _unusable(f"{place} is nested deeper than {_MAX_DEPTH}.")
+        raise unusable(f"{place} is nested deeper than {_MAX_DEPTH}.")
     _require_column(place, row, prompt, "data.prompt_column")
     _require_prompt(f"{place}: column {prompt!r}", row[prompt])
     if answer is not None:
@@ -88,13 +76,13 @@ def _checked(
         _require_column(place, row, completion, "data.completion_column")
         if not isinstance(row[completion], str) or not row[completion]:
             found = type(row[completion]).__name__ if row[completion] else "nothing"
-            raise _unusable(f"{place}: column {completion!r} holds {found}; expected a string.")
+            raise unusable(f"{place}: column {completion!r} holds {found}; expected a string.")
         _require_unicode(f"{place}: column {completion!r} holds", row[completion])
     for name in rewards:
         problem = row_problem(name, row)
         if problem is not None:
             fix = "repair or remove this row, or name its column in data.answer_column"
-            raise _unusable(f"{place}: {problem}.", fix)
+            raise unusable(f"{place}: {problem}.", fix)
     return row
 
 
@@ -106,108 +94,18 @@ def _is_deeper(value: object, limit: int) -> bool:
             child
             for part in level
             for child in (part.values() if isinstance(part, dict) else part)  # type: ignore[attr-defined]
-            if isinstance(child, dict | list | tuple)
+            if isinstance(child, _NESTED)
         ]
         if not level:
             return False
     return True
 
 
-def _read(source: str) -> Iterable[Place]:
-    if source.startswith("hf:"):
-        return _read_hub(source)
-    path = Path(source)
-    _require_file(path)
-    if path.suffix in (".jsonl", ".json"):
-        return _read_lines(path)
-    if path.suffix == ".parquet":
-        return _read_parquet(path)
-    raise _unusable(f"{path} is not a .jsonl, .json or .parquet file, and not hf:name[:config][:split].")
-
-
-def _read_lines(path: Path) -> Iterator[Place]:
-    # In bytes: text mode reports an undecodable byte by its offset in a buffer, not by its line.
-    with open_foreign(path, "data", code="C005") as file:
-        for place, line in _numbered(file, f"{path}:"):
-            text = line.removeprefix(codecs.BOM_UTF8).strip()
-            if not text:
-                continue
-            if text.startswith(b"["):
-                raise _unusable(f"{place} begins an array. Expected one object per line, not an array.")
-            row = parse_json(text, place, "data", code="C005")
-            if not isinstance(row, dict):
-                raise _unusable(f"{place} is a JSON {type(row).__name__}, expected one object per line.")
-            yield place, row
-
-
-def _numbered(items: Iterable[T], prefix: str) -> Iterator[tuple[str, T]]:
-    """Each item with its place; what the reader raises, of its own types or others', becomes a finding with the place."""
-    iterator = iter(items)
-    for number in itertools.count(1):
-        place = f"{prefix}{number}"
-        try:
-            item = next(iterator)
-        except StopIteration:
-            return
-        except Exception as error:
-            raise _unusable(f"{place} cannot be read: {type(error).__name__}: {error}.") from error
-        yield place, item
-
-
-def _read_parquet(path: Path) -> Iterator[Place]:
-    try:
-        import pyarrow.parquet
-    except ImportError as error:
-        fix = "pip install pyarrow, or convert the file to .jsonl"
-        raise _unusable(f"{path}: reading Parquet needs pyarrow, which is not installed.", fix) from error
-    with open_foreign(path, "data", code="C005") as file:
-        try:
-            rows = pyarrow.parquet.read_table(file).to_pylist()
-        except Exception as error:  # Arrow's own types, and Python's for values that it has no room for
-            raise _unusable(f"{path} cannot be read as Parquet: {type(error).__name__}: {error}.") from error
-    yield from _numbered(rows, f"{path}, row ")
-
-
-def _read_hub(source: str) -> Iterator[Place]:
-    parts = _HUB_SOURCE.fullmatch(source)
-    if parts is None:
-        raise _unusable(f"{source!r} is not hf:name[:config][:split], such as hf:openai/gsm8k:main:train.")
-    name, config, split = parts[1], parts[2], parts[3] or "train"
-    try:
-        import datasets
-    except ImportError as error:
-        fix = "pip install datasets, or save the rows as .jsonl"
-        raise _unusable(f"{source}: hub datasets need the datasets library.", fix) from error
-    try:
-        dataset = datasets.load_dataset(name, config, split=split)
-    except Exception as error:
-        # The library raises dozens of types, its own and those of its storage; offline is one of them.
-        raise _unusable(f"{source} cannot be loaded: {type(error).__name__}: {error}") from error
-    for place, row in _numbered(dataset, f"{source}, row "):
-        try:
-            pickle.dumps(row)
-        except Exception as error:
-            raise _unusable(
-                f"{place} cannot be sent to a reward: {type(error).__name__}: {error}."
-            ) from error
-        yield place, dict(row)
-
-
-def _require_file(path: Path) -> None:
-    """Raise with the nearest name if there is no such file; what cannot be read is found when it is opened."""
-    if path.is_dir():
-        raise _unusable(f"{path} is a folder, expected a file.")
-    if path.exists():
-        return
-    siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
-    raise _unusable(f"{path} does not exist.{_hint(path.name, siblings)}")
-
-
 def _require_column(place: str, row: Row, column: str, key: str) -> None:
     if column not in row:
         columns = ", ".join(map(repr, row)) or "none"
-        message = f"{place} has no column {column!r} ({key}); it has {columns}.{_hint(column, row)}"
-        raise _unusable(message, f"set {key} to one of the columns listed")
+        message = f"{place} has no column {column!r} ({key}); it has {columns}.{did_you_mean(column, row)}"
+        raise unusable(message, f"set {key} to one of the columns listed")
 
 
 def _require_prompt(place: str, prompt: object) -> None:
@@ -218,14 +116,14 @@ def _require_prompt(place: str, prompt: object) -> None:
     expected = "expected a string, or a list of {role, content}"
     if not isinstance(prompt, list) or not prompt:
         found = "an empty list" if prompt == [] else type(prompt).__name__
-        raise _unusable(f"{place} holds {found}; {expected}.")
+        raise unusable(f"{place} holds {found}; {expected}.")
     for turn, message in enumerate(prompt, 1):
         if not isinstance(message, dict):
-            raise _unusable(f"{place}: message {turn} is {type(message).__name__}; {expected}.")
+            raise unusable(f"{place}: message {turn} is {type(message).__name__}; {expected}.")
         for key in ("role", "content"):
             if not isinstance(message.get(key), str):
                 found = type(message[key]).__name__ if key in message else "nothing"
-                raise _unusable(f"{place}: message {turn} has {found} as its {key!r}; {expected} of strings.")
+                raise unusable(f"{place}: message {turn} has {found} as its {key!r}; {expected} of strings.")
             _require_unicode(f"{place}: message {turn} has", message[key])
 
 
@@ -234,7 +132,7 @@ def _require_unicode(where: str, text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise _unusable(f"{where} text that is not valid Unicode: {error}.") from error
+        raise unusable(f"{where} text that is not valid Unicode: {error}.") from error
 
 
 class PromptStream:
@@ -246,7 +144,7 @@ class PromptStream:
 
     def __init__(self, num_rows: int, seed: int):
         if num_rows < 1:
-            raise _unusable("there are no rows to draw prompts from.")
+            raise unusable("there are no rows to draw prompts from.")
         self.num_rows = num_rows
         self._seed = seed % 2**64
         self._position = 0
@@ -261,7 +159,7 @@ class PromptStream:
     @position.setter
     def position(self, value: int) -> None:
         if value < 0:
-            raise _unusable(f"a position of {value} prompts is negative.")
+            raise unusable(f"a position of {value} prompts is negative.")
         self._position = value
 
     def take(self, n: int) -> list[int]:
@@ -307,7 +205,7 @@ def encode_prompts(
     for place, row, ids in zip(places, rows, tokens):
         # A template makes tokens of an empty prompt too, so the prompt itself is looked at.
         if not ids or not str(row[prompt_column]).strip():
-            raise _unusable(f"{place}: the prompt is empty.")
+            raise unusable(f"{place}: the prompt is empty.")
     _require_lengths(places, texts, tokens, max_prompt_tokens)
     return [Prompt(*parts) for parts in zip(rows, texts, tokens)]
 
@@ -326,7 +224,7 @@ def _tokens(tokenizer: Any, texts: list[str], *, add_special_tokens: bool) -> li
         return [tuple(ids) for ids in tokenizer(texts, add_special_tokens=add_special_tokens)["input_ids"]]
     except Exception as error:  # a tokenizer is made of a stranger's files too
         message = f"the tokenizer fails on the data: {type(error).__name__}: {str(error)[:300]}"
-        raise _unusable(message, "use the tokenizer files that belong to the model") from error
+        raise unusable(message, "use the tokenizer files that belong to the model") from error
 
 
 def _render_all(
@@ -337,12 +235,12 @@ def _render_all(
         return call_each(calls, _TEMPLATE_SECONDS) if calls else []
     except Overdue as error:
         message = f"{places[error.index]}: the chat template does not come to an end: {error}."
-        raise _unusable(message, "use a tokenizer whose chat template you trust") from error
+        raise unusable(message, "use a tokenizer whose chat template you trust") from error
 
 
 def _render(prompt: str | list[dict[str, Any]], tokenizer: Any, place: str) -> str:
     if not getattr(tokenizer, "chat_template", None):
-        raise _unusable(
+        raise unusable(
             f"{place}: the prompt goes through a chat template, and the tokenizer has none.",
             "set data.chat to false and give prompts as strings, or use a tokenizer with a chat template",
         )
@@ -358,7 +256,7 @@ def _render(prompt: str | list[dict[str, Any]], tokenizer: Any, place: str) -> s
         )
     except Exception as error:
         # Templates refuse conversations in their own words, with jinja's exceptions.
-        raise _unusable(f"{place}: the chat template refuses the prompt: {error}") from error
+        raise unusable(f"{place}: the chat template refuses the prompt: {error}") from error
 
 
 def _require_lengths(
@@ -367,7 +265,7 @@ def _require_lengths(
     longer = [index for index, ids in enumerate(tokens) if limit is not None and len(ids) > limit]
     if longer:
         first = longer[0]
-        raise _unusable(
+        raise unusable(
             f"{places[first]}: the prompt has {len(tokens[first])} tokens, more than data.max_prompt_tokens={limit}; "
             f"{len(longer)} of {len(tokens)} rows are too long. It begins {texts[first][:60]!r}.",
             "raise data.max_prompt_tokens within the model's context, or leave these rows out",
@@ -395,12 +293,3 @@ def sample_seed(run_seed: int, step: int, sample_index: int) -> int:
     """63 bits that depend on nothing else, so that completions are the same on any number of ranks."""
     digest = hashlib.sha256(f"{run_seed}/{step}/{sample_index}".encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
-
-
-def _hint(name: str, candidates: Iterable[str]) -> str:
-    near = nearest(name, candidates)
-    return f" Did you mean {near[0]!r}?" if near else ""
-
-
-def _unusable(message: str, fix: str | None = None) -> ShardproofError:
-    return fail("C005", "data", message, fix=fix)

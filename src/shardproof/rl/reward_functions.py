@@ -10,16 +10,20 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from decimal import Decimal
 from functools import reduce
 from typing import Any
 
-from shardproof.errors import ShardproofError, fail, nearest
+from shardproof.bounds import within
+from shardproof.errors import ShardproofError, did_you_mean, fail
 
 Sample = tuple[str, str, dict[str, Any]]  # prompt, completion, row
 Reward = Callable[[str, str, dict[str, Any]], float]
 Outcome = tuple[float, str | None]  # the value, and the error that made it zero
+
+# With the largest weight, totals are still finite in float32, and so are the squares that a deviation is made of.
+MAX_REWARD, MAX_WEIGHT = 1e12, 1e6
 
 _NUMBER = re.compile(
     r"(?:(?<![\w.)])[-+\u2212])?"  # a sign, but not the minus of 7-3
@@ -34,12 +38,9 @@ def exact_match(prompt: str, completion: str, row: dict[str, Any]) -> float:
 
 def numeric(prompt: str, completion: str, row: dict[str, Any]) -> float:
     """1 when the last number of the completion is the answer's, to 1e-6."""
-    answer = _answer(row)
-    expected = _last_number(answer) if isinstance(answer, str) else float(answer)
-    if expected is None:
-        raise ValueError(f"the answer {str(answer)[:40]!r} holds no number")
+    expected = _expected_number(row)
     found = _last_number(completion)
-    return float(found is not None and abs(found - expected) <= 1e-6)
+    return float(found is not None and within(abs(found - expected), 1e-6))
 
 
 def regex(pattern: str | None = None) -> Reward:
@@ -47,7 +48,7 @@ def regex(pattern: str | None = None) -> Reward:
     compiled = None if pattern is None else re.compile(pattern)
 
     def reward(prompt: str, completion: str, row: dict[str, Any]) -> float:
-        search = compiled.search if compiled else re.compile(_pattern(row)).search
+        search = compiled.search if compiled else _pattern(row).search
         return float(search(completion) is not None)
 
     return reward
@@ -72,14 +73,32 @@ def row_problem(name: str, row: dict[str, Any]) -> str | None:
 def _answer(row: dict[str, Any]) -> str | float | Decimal:
     """The row's answer: text, or a number, which has one text. Null, true and lists have several, or none."""
     answer = _cell(row, "answer", "text or a number", (str, numbers.Real, Decimal))
-    if not isinstance(answer, str) and not math.isfinite(answer):
+    # An integer may be too large for a float, and is finite all the same.
+    if not isinstance(answer, (str, int)) and not math.isfinite(answer):
         raise ValueError(f"the row's 'answer' is {answer}; expected text or a number")
     return answer
 
 
-def _pattern(row: dict[str, Any]) -> str:
-    pattern: str = _cell(row, "pattern", "text", (str,))
-    return pattern
+def _expected_number(row: dict[str, Any]) -> float:
+    answer = _answer(row)
+    try:
+        expected = _last_number(answer) if isinstance(answer, str) else float(answer)
+    except OverflowError:
+        expected = math.inf
+    shown = repr(str(answer)[:40])
+    if expected is None:
+        raise ValueError(f"the answer {shown} holds no number")
+    if not math.isfinite(expected):
+        raise ValueError(f"the answer {shown} is larger than any number that can be compared")
+    return expected
+
+
+def _pattern(row: dict[str, Any]) -> re.Pattern[str]:
+    pattern = _cell(row, "pattern", "text", (str,))
+    try:
+        return re.compile(pattern)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise ValueError(f"the row's 'pattern' is wrong: {error}") from error
 
 
 def _cell(row: dict[str, Any], column: str, expected: str, types: tuple[type, ...]) -> Any:
@@ -94,7 +113,7 @@ def _cell(row: dict[str, Any], column: str, expected: str, types: tuple[type, ..
 
 _NEEDS: dict[str, Callable[[dict[str, Any]], object]] = {
     "exact_match": _answer,
-    "numeric": _answer,
+    "numeric": _expected_number,
     "regex": _pattern,
 }
 
@@ -118,13 +137,13 @@ def find_reward(name: str) -> Reward:
     module_name, colon, path = name.partition(":")
     if not (colon and module_name and path):
         message = f"reward {name!r} is not one of {', '.join(BUILT_IN)}, regex(pattern), or module:function."
-        raise unknown_reward(message, near=nearest(name, BUILT_IN))
+        raise unknown_reward(message + did_you_mean(name, BUILT_IN))
     module = _import(name, module_name)
     try:
         function: Any = reduce(getattr, path.split("."), module)
     except AttributeError as error:
-        near = nearest(path, [key for key in vars(module) if not key.startswith("_")])
-        raise unknown_reward(f"reward {name!r}: {module_name!r} has no {path!r}.", near=near) from error
+        hint = did_you_mean(path, [key for key in vars(module) if not key.startswith("_")])
+        raise unknown_reward(f"reward {name!r}: {module_name!r} has no {path!r}.{hint}") from error
     try:
         inspect.signature(function).bind("", "", {})
     except TypeError as error:
@@ -156,10 +175,9 @@ def end_fork_of(process: int) -> None:
         os._exit(0)
 
 
-def unknown_reward(message: str, fix: str | None = None, near: Sequence[str] = ()) -> ShardproofError:
+def unknown_reward(message: str, fix: str | None = None) -> ShardproofError:
     """The error for a reward, or a setting of rewards, that cannot be."""
-    hint = f" Did you mean {near[0]!r}?" if near else ""
-    return fail("C001", "reward", message + hint, fix=fix or "name a built-in reward or a module:function")
+    return fail("C001", "reward", message, fix=fix or "name a built-in reward or a module:function")
 
 
 def _describe(error: BaseException) -> str:
@@ -169,7 +187,9 @@ def _describe(error: BaseException) -> str:
     where = f" ({os.path.basename(lines[-1].filename)}:{lines[-1].lineno})" if lines else ""
     try:
         text = str(error)[:300]
-    except Exception as another:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as another:
         text = f"its text cannot be had ({type(another).__name__})"
     return f"{type(error).__name__}: {text}{where}"
 
@@ -180,12 +200,22 @@ def attempt(function: Reward, sample: Sample) -> Outcome:
     try:
         value = function(*sample)
         if not isinstance(value, numbers.Real):
-            return 0.0, f"returned {type(value).__name__}, expected a number"
+            return 0.0, f"returned {_type_name(value)}, expected a number"
         number = float(value)
-    except (Exception, SystemExit) as error:  # a reward's sys.exit() is that sample's failure, no more
+    except KeyboardInterrupt:  # the user's, who ends the run
+        raise
+    except BaseException as error:  # sys.exit() and a cancelled task are that sample's failure, no more
         return 0.0, _describe(error)
     finally:
         end_fork_of(process)
     if not math.isfinite(number):
         return 0.0, f"returned {number}, expected a finite number"
+    if not within(abs(number), MAX_REWARD):
+        return 0.0, f"returned {number:g}, expected a number up to {MAX_REWARD:g}"
     return number, None
+
+
+def _type_name(value: object) -> str:
+    """With its module: numpy.bool is not the bool that is a number."""
+    kind = type(value)
+    return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"

@@ -8,17 +8,18 @@ they take microseconds, for all of which a thread would hold the interpreter loc
 from __future__ import annotations
 
 import contextlib
-import math
 import threading
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Pipe, wait
 
+from shardproof.bounds import within
 from shardproof.errors import choose, fail
 from shardproof.rl.reward_functions import (
     BUILT_IN,
     CANNOT_HANG,
+    MAX_WEIGHT,
     Outcome,
     Sample,
     attempt,
@@ -223,7 +224,9 @@ def _require_settings(specs: Sequence[RewardSpec], timeout_s: float, num_workers
     wrong = {
         "reward.functions is empty": not names,
         f"reward.functions names one twice: {', '.join(names)}": len(set(names)) < len(names),
-        "a reward's weight is not finite": not all(math.isfinite(spec.weight) for spec in specs),
+        f"a reward's weight is not between -{MAX_WEIGHT:g} and {MAX_WEIGHT:g}": not all(
+            within(abs(spec.weight), MAX_WEIGHT) for spec in specs
+        ),
         f"reward.timeout_s={timeout_s} is not between 0 and a million": not 0 < timeout_s <= 1e6,
         f"reward.num_workers={num_workers} is not positive": num_workers < 1,
     }

@@ -1,0 +1,107 @@
+"""Rewards that raise or return what nobody expects, and rows that no reward could ever score."""
+
+import asyncio
+import json
+import math
+
+import numpy
+import pytest
+
+from shardproof.errors import ConfigError
+from shardproof.rl.data import load_rows
+from shardproof.rl.reward_functions import BUILT_IN, attempt
+from shardproof.rl.rewards import RewardRunner, RewardSpec
+
+SAMPLE = ("what is one plus two ?", "3", {"answer": "3"})
+
+
+class OutOfBand(BaseException):
+    """As test frameworks and cancelled tasks raise: not an Exception."""
+
+
+class Wordless(Exception):
+    def __str__(self):
+        raise OutOfBand
+
+
+def raising(error):
+    def reward(prompt, completion, row):
+        raise error
+
+    return reward
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OutOfBand("no"),
+        asyncio.CancelledError(),
+        GeneratorExit(),
+        Wordless(),
+        BaseExceptionGroup("all", [OutOfBand()]),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_whatever_a_reward_raises_is_its_samples_failure_and_no_more(error):
+    value, failure = attempt(raising(error), SAMPLE)
+    assert value == 0.0 and failure.startswith(type(error).__name__)
+
+
+def test_an_interrupt_of_the_user_is_no_rewards_failure():
+    with pytest.raises(KeyboardInterrupt):
+        attempt(raising(KeyboardInterrupt()), SAMPLE)
+
+
+@pytest.mark.parametrize("value", [1e308, -1e308, 1e30, 10**300])
+def test_a_number_that_no_update_could_use_is_a_failure(value):
+    assert attempt(lambda *sample: value, SAMPLE) == (
+        0.0,
+        f"returned {float(value):g}, expected a number up to 1e+12",
+    )
+
+
+def test_totals_of_the_largest_rewards_are_finite_and_have_finite_squares():
+    largest = numpy.float32(1e12 * 1e6)
+    assert attempt(lambda *sample: -1e12, SAMPLE) == (-1e12, None)
+    assert math.isfinite(largest * largest)
+    for weight in (1e7, math.nan, -math.inf):
+        with pytest.raises(ConfigError, match="weight"):
+            RewardRunner([RewardSpec("numeric", weight)])
+
+
+def test_a_type_that_is_no_number_is_named_with_its_library():
+    assert attempt(lambda *sample: numpy.array(1.0), SAMPLE)[1] == "returned numpy.ndarray, expected a number"
+
+
+def load(folder, rewards, **cells):
+    path = folder / "rows.jsonl"
+    path.write_text(json.dumps({"prompt": "one", "answer": "1", **cells}) + "\n")
+    return load_rows(str(path), "prompt", None, rewards=rewards)
+
+
+@pytest.mark.parametrize(
+    ("reward", "cells", "words"),
+    [
+        ("numeric", {"answer": "many"}, "'many' holds no number"),
+        ("numeric", {"answer": "1e999"}, "larger than any number"),
+        ("numeric", {"answer": 10**400}, "larger than any number"),
+        ("regex", {"pattern": "("}, "the row's 'pattern' is wrong: missing \\)"),
+        ("regex", {"pattern": "a{99999999999}"}, "the row's 'pattern' is wrong"),
+    ],
+)
+def test_a_row_that_a_reward_can_never_score_is_refused(tmp_path, reward, cells, words):
+    with pytest.raises(ConfigError, match=words) as caught:
+        load(tmp_path, [reward], **cells)
+    assert "rows.jsonl:1" in str(caught.value)
+
+
+def test_an_integer_of_any_size_is_an_answer_in_text(tmp_path):
+    (row,) = load(tmp_path, ["exact_match"], answer=10**400)
+    assert attempt(BUILT_IN["exact_match"], ("", str(10**400), row)) == (1.0, None)
+    assert attempt(BUILT_IN["numeric"], ("", "7", row))[1].startswith("ValueError: the answer")
+
+
+@pytest.mark.parametrize("name", ["x" * 5000, "a\0b", "\udcff"])
+def test_what_can_be_no_path_is_data_that_does_not_exist(tmp_path, name):
+    with pytest.raises(ConfigError, match="C005"):
+        load_rows(f"{tmp_path}/{name}.jsonl", "prompt", None)
