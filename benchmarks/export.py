@@ -419,7 +419,7 @@ def measure_save_case(options: argparse.Namespace) -> dict[str, Any]:
     print(f"save: {config.num_hidden_layers} layers on {options.ranks} ranks", flush=True)
     try:
         ranks = run_on_ranks(options.ranks, measure_save, str(folder), str(target), options.repeats)
-        size = sum(path.stat().st_size for path in target.rglob("*.distcp"))
+        size = sum(path.stat().st_size for path in target.rglob("*.bin"))
     finally:
         shutil.rmtree(target, ignore_errors=True)
     runs = [{name: max(run[name] for run in turn) for name in turn[0]} for turn in zip(*ranks, strict=True)]

@@ -368,10 +368,10 @@ def test_what_a_checkpoint_holds_beside_tensors_is_json(sources, tmp_path):
     run_ranks(2, first_half, {"dense": sources["dense"]}, 1, {}, tmp_path, 2, False)
     (folder,) = folders.list_checkpoints(tmp_path / "dense")
     assert sorted(path.name for path in folder.iterdir()) == [
-        "__0_0.distcp",
-        "__1_0.distcp",
         "checksums.txt",
         "index.json",
+        "rank-0.bin",
+        "rank-1.bin",
         "state.json",
     ]
     state = json.loads((folder / "state.json").read_text())

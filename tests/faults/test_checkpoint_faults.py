@@ -109,7 +109,7 @@ def at_publication(replacement):
 
 def half_removed(folder, *args, **kwargs):
     """What a process leaves that is killed while it removes a folder."""
-    victim = next(path for path in sorted(Path(folder).iterdir()) if path.suffix == ".distcp")
+    victim = next(path for path in sorted(Path(folder).iterdir()) if path.suffix == ".bin")
     victim.unlink()
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -120,14 +120,8 @@ def arrange_death(patch, where):
     elif where == "while copying":
         patch.setattr(checkpoint_state, "_without_replicas", Kill(checkpoint_state._without_replicas))
     elif where in ("before its data", "after its data"):
-        real = checkpoint_state.make_writer
-
-        def make_writer(folder):
-            writer = real(folder)
-            writer.write_data = Kill(writer.write_data, after=where.startswith("after"))
-            return writer
-
-        patch.setattr(checkpoint_state, "make_writer", make_writer)
+        kill = Kill(checkpoint_state.write_ranges, after=where.startswith("after"))
+        patch.setattr(checkpoint_state, "write_ranges", kill)
     elif where == "before publication":
         patch.setattr(checkpoint_state._Save, "publish", Kill(checkpoint_state._Save.publish))
     elif where in ("before the rename", "after the rename"):
@@ -222,23 +216,9 @@ def arrange_failure(patch, where):
         raise MemoryError("cannot allocate 12345 bytes")
 
     if where == "data":
-        real = checkpoint_state.make_writer
-
-        def make_writer(folder):
-            writer = real(folder)
-            writer.write_data = raise_full
-            return writer
-
-        patch.setattr(checkpoint_state, "make_writer", make_writer)
-    elif where == "metadata":
-        real = checkpoint_state.make_writer
-
-        def make_writer(folder):
-            writer = real(folder)
-            writer.finish = raise_full
-            return writer
-
-        patch.setattr(checkpoint_state, "make_writer", make_writer)
+        patch.setattr(checkpoint_state, "write_ranges", raise_full)
+    elif where == "index":
+        patch.setattr(checkpoint_state._Save, "_write_index", raise_full)
     elif where == "state":
         patch.setattr(checkpoint_state, "write_atomic", raise_full)
     elif where == "rename":
@@ -272,7 +252,7 @@ def save_and_fail(source, root, where, victim, background):
 
 @pytest.mark.parametrize("background", [False, True], ids=["foreground", "background"])
 @pytest.mark.parametrize(
-    ("where", "victim"), [("data", 0), ("data", 1), ("metadata", 0), ("state", 0), ("rename", 0)]
+    ("where", "victim"), [("data", 0), ("data", 1), ("index", 0), ("state", 0), ("rename", 0)]
 )
 def test_a_full_disk(source, tmp_path, where, victim, background):
     replies = run_ranks(2, save_and_fail, source, tmp_path, where, victim, background, timeout=40)
@@ -393,8 +373,8 @@ def test_an_optimizer_with_other_groups(source, good):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_missing_shard(source, damaged, rank):
-    (damaged / f"__{rank}_0.distcp").unlink()
-    assert_refused(source, damaged.parent, "E407", GOOD, f"__{rank}_0.distcp")
+    (damaged / f"rank-{rank}.bin").unlink()
+    assert_refused(source, damaged.parent, "E407", GOOD, f"rank-{rank}.bin")
 
 
 def flip_one_bit(path):
@@ -405,8 +385,8 @@ def flip_one_bit(path):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_shard_with_one_other_bit(source, damaged, rank):
-    flip_one_bit(damaged / f"__{rank}_0.distcp")
-    assert_refused(source, damaged, "E407", GOOD, f"__{rank}_0.distcp", "other bytes")
+    flip_one_bit(damaged / f"rank-{rank}.bin")
+    assert_refused(source, damaged, "E407", GOOD, f"rank-{rank}.bin", "other bytes")
 
 
 def reseal(folder):
@@ -421,7 +401,7 @@ def reseal(folder):
         (None, "is missing"),
         (b"", "other bytes"),
         (b"\n", "other bytes"),
-        (b"00000000 0 checksums.txt\n", "no checksum of __0_0.distcp"),
+        (b"00000000 0 checksums.txt\n", "no checksum of index.json"),
         (b"0 state.json\n5ce9c0ba 13 checksums.txt\n", "other bytes"),
     ],
     ids=["missing", "empty", "one line end", "of nothing", "of less"],
@@ -435,8 +415,8 @@ def test_a_folder_without_its_checksums(source, damaged, content, words):
 
 
 def test_a_file_that_no_save_wrote(source, damaged):
-    (damaged / "__2_0.distcp").write_bytes(b"x")
-    assert_refused(source, damaged, "E407", GOOD, "no checksum of __2_0.distcp")
+    (damaged / "rank-2.bin").write_bytes(b"x")
+    assert_refused(source, damaged, "E407", GOOD, "no checksum of rank-2.bin")
 
 
 def flip_and_resume(source, folder, flips):
@@ -490,9 +470,9 @@ def test_every_single_bit_is_under_the_checksums(source, damaged):
 
 @pytest.mark.parametrize("keep", [0, 100, -1], ids=["empty", "short", "one byte"])
 def test_a_truncated_shard(source, damaged, keep):
-    path = damaged / "__1_0.distcp"
+    path = damaged / "rank-1.bin"
     path.write_bytes(path.read_bytes()[:keep])
-    assert_refused(source, damaged, "E407", GOOD, "__1_0.distcp", "bytes")
+    assert_refused(source, damaged, "E407", GOOD, "rank-1.bin", "bytes")
 
 
 STATES = {
@@ -655,8 +635,8 @@ def test_a_shard_that_would_run_code(source, good, damaged, tmp_path):
     marker = tmp_path / "ran"
     stream = io.BytesIO()
     torch.save(Call(os.system, f"touch {marker}"), stream)
-    _, _, file, offset, length = read_index(damaged)[f"model.{DOWN}"]["chunks"][0]
-    assert len(stream.getvalue()) < length
+    _, count, file, offset = read_index(damaged)[f"model.{DOWN}"]["chunks"][0]
+    assert len(stream.getvalue()) < 4 * count
     with (damaged / file).open("r+b") as shard:
         shard.seek(offset)
         shard.write(stream.getvalue())
@@ -667,7 +647,7 @@ def test_a_shard_that_would_run_code(source, good, damaged, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["../other.distcp", "/etc/passwd", "sub/x.distcp", "..", "__7_0.distcp", "state.json"]
+    "name", ["../other.bin", "/etc/passwd", "sub/x.bin", "..", "rank-7.bin", "state.json"]
 )
 def test_an_index_that_names_another_file(source, damaged, name):
     index = read_index(damaged)
@@ -677,10 +657,10 @@ def test_an_index_that_names_another_file(source, damaged, name):
 
 
 def test_a_file_that_is_a_link_elsewhere(source, damaged, tmp_path):
-    path = damaged / "__0_0.distcp"
+    path = damaged / "rank-0.bin"
     path.rename(tmp_path / "elsewhere")
     path.symlink_to(tmp_path / "elsewhere")
-    assert "__0_0.distcp leads out of" in run_ranks(2, resume_untouched, source, damaged)[0][0]
+    assert "rank-0.bin leads out of" in run_ranks(2, resume_untouched, source, damaged)[0][0]
 
 
 @pytest.mark.parametrize(
@@ -757,7 +737,7 @@ def save_apart(source, roots):
 def test_ranks_that_share_no_folder(source, tmp_path):
     roots = [tmp_path / "host0", tmp_path / "host1"]
     outcomes = run_ranks_outcomes(2, save_apart, source, roots)
-    assert_all_raise(outcomes, "E408", "rank 1", "__1_0.distcp", "rank 0 does not see it", kind="ExportFault")
+    assert_all_raise(outcomes, "E408", "rank 1", "rank-1.bin", "rank 0 does not see it", kind="ExportFault")
     assert [visible(root) for root in roots] == [[], []]
 
 

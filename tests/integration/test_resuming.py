@@ -172,7 +172,7 @@ def test_a_run_may_begin_again(folder):
 
 
 def test_a_damaged_checkpoint_is_named_with_the_older_ones(folder):
-    for path in (folder / "checkpoints" / "step-00000003").glob("*.distcp"):
+    for path in (folder / "checkpoints" / "step-00000003").glob("*.bin"):
         path.write_bytes(b"")
     outcomes = run_ranks_outcomes(2, run_recipe, recipe_of(folder, "train.steps=4"))
     assert [outcome[:2] for outcome in outcomes] == [("error", "ExportFault")] * 2

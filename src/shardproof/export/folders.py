@@ -55,6 +55,16 @@ def claim_folder(lock: FolderLock, stage: str) -> None:
             raise
 
 
+def checkpoint_name(step: int) -> str:
+    """The name of a step's folder."""
+    return f"step-{step:08d}"
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step in the name of a checkpoint that `list_checkpoints` found."""
+    return int(checkpoint.name.removeprefix("step-"))
+
+
 def list_checkpoints(root: Path) -> list[Path]:
     """The complete checkpoints of a run, oldest first, under their names; `current_folder` says where each lies."""
     names = {path.name.removeprefix(REPLACED) for path in root.iterdir() if path.is_dir()}

@@ -13,8 +13,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from shardproof.dist.collectives import exchange
 from shardproof.errors import fail
-from shardproof.export.dcp_private import FlatRange
 from shardproof.export.plain import from_plain, to_plain
+from shardproof.export.ranges import FlatRange
 from shardproof.shard.holdings import local_shards, persistent_buffers
 from shardproof.shard.sharded_model import ShardedModel
 

@@ -12,7 +12,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardproof.errors import fail
-from shardproof.export.dcp_private import FlatRange
+from shardproof.export.ranges import FlatRange
 from shardproof.shard.sharded_model import ShardedModel
 
 _SAMPLED = 256  # elements of each tensor

@@ -8,33 +8,22 @@ import secrets
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata
 from torch.optim.lr_scheduler import LRScheduler
 
 from shardproof.bounds import require_number
 from shardproof.dist.collectives import exchange, together
 from shardproof.errors import ShardproofError, fail
-from shardproof.export.dcp_private import (
-    INDEX_NAME,
-    FlatLoadPlanner,
-    FlatRange,
-    FlatReader,
-    FlatSavePlanner,
-    FlatWriter,
-    metadata_from,
-)
 from shardproof.export.folders import (
     CHECKSUMS_NAME,
     STATE_NAME,
+    Sum,
     check_seen,
     check_sums,
     checksum,
@@ -48,6 +37,16 @@ from shardproof.export.folders import (
     read_sums,
     sums_of,
     write_sums,
+)
+from shardproof.export.ranges import (
+    INDEX_NAME,
+    FlatRange,
+    SavedTensor,
+    check_index,
+    data_name,
+    merge_index,
+    read_ranges,
+    write_ranges,
 )
 from shardproof.export.run_state import (
     allocate_optimizer,
@@ -182,36 +181,45 @@ class _Save:
         share(self.group, problem=problem)
         return copies
 
-    def write(self, ranges: dict[str, FlatRange], snapshot: Snapshot | None) -> list[Any]:
-        """Write tensors through DCP and the rest as JSON; returns every rank's sums of what it wrote.
+    def write(self, ranges: dict[str, FlatRange], snapshot: Snapshot | None) -> list[Sum]:
+        """Write every rank's tensors, the index and the state; returns the sums of all files.
 
         With `snapshot` the ranges are the policy's own memory, which must still be what it was.
         """
         self._first_alone(self._write_state)
-        mine = _without_replicas(self.policy, ranges)
-        writer = make_writer(self.partial)
-        dcp.save(mine, storage_writer=writer, planner=FlatSavePlanner(), process_group=self.group)
-        sums, problem = [], None
+        mine, problem = None, None
         try:
+            self.partial.mkdir(exist_ok=True)  # a host that shares no folder is named when its files are missed
+            name = data_name(dist.get_rank())
+            part, size, crc = write_ranges(self.partial / name, _without_replicas(self.policy, ranges))
             if snapshot is not None:
                 snapshot.check(ranges)
-            names = [path.name for path in self.partial.glob(f"__{dist.get_rank()}_*.distcp")]
-            sums = sums_of(
-                self.partial, [*names, *([STATE_NAME, INDEX_NAME] if dist.get_rank() == 0 else [])]
-            )
+            mine = [part, [name, size, crc]]
         except (OSError, ShardproofError) as error:
             problem = error
-        return share(self.group, sums, problem)
+        parts = share(self.group, mine, problem)
+        sums: list[Sum] = [(name, size, crc) for _, (name, size, crc) in parts]
+        self._first_alone(lambda: self._write_index([part for part, _ in parts], sums))
+        return sums
+
+    def _write_index(self, parts: list[Any], sums: list[Sum]) -> None:
+        """Say where everything lies, if it is everything."""
+        index = merge_index(parts)
+        sizes = {name: size for name, size, _ in sums}
+        check_index(index, self.final.name, sizes, stage="save", code="E408")
+        write_atomic(self.partial / INDEX_NAME, json.dumps(index))
 
     def _write_state(self) -> None:
         self.partial.mkdir()
         write_atomic(self.partial / STATE_NAME, json.dumps(self.state))
 
-    def publish(self, sums: list[Any]) -> Path:
+    def publish(self, sums: list[Sum]) -> Path:
         """Note the checksums of everything and give the folder its name, if rank 0 sees all that was written."""
-        written = [(rank, name, size) for rank, row in enumerate(sums) for name, size, _ in row]
+        written = [(rank, name, size) for rank, (name, size, _) in enumerate(sums)]
         self._first_alone(lambda: check_seen(self.partial, written, "save"))
-        self._first_alone(lambda: write_sums(self.partial, [tuple(file) for row in sums for file in row]))
+        self._first_alone(
+            lambda: write_sums(self.partial, [*sums, *sums_of(self.partial, [STATE_NAME, INDEX_NAME])])
+        )
         self._first_alone(lambda: publish(self.root, self.partial, self.final, self.keep))
         return self.final
 
@@ -236,10 +244,6 @@ class _Save:
         failure = fail("E408", "save", message)
         failure.__cause__ = error
         return failure
-
-
-def make_writer(folder: Path) -> FlatWriter:
-    return FlatWriter(folder)
 
 
 def _run(
@@ -302,17 +306,16 @@ def resume(
     with together("resume"), _reading():
         state = _read_state(chosen, policy, noted)
         index = parse_json(read_checked(chosen, INDEX_NAME, noted), INDEX_NAME, "resume", code="E407")
-        metadata = metadata_from(index, name_of(chosen), {name: size for name, (size, _) in noted.items()})
+        saved = check_index(index, name_of(chosen), {name: size for name, (size, _) in noted.items()})
     ranges = model_ranges(policy)
-    described = metadata.state_dict_metadata
     with together("resume"):
-        _check_names(chosen, described, ranges)
+        _check_names(chosen, saved, ranges)
         if optimizer is not None:
-            _check_optimizer(chosen, described, policy, optimizer, state["groups"])
+            _check_optimizer(chosen, saved, policy, optimizer, state["groups"])
     if optimizer is not None and state["groups"] is not None:
-        saved = {name: info.properties.dtype for name, info in described.items()}
-        ranges |= allocate_optimizer(policy, optimizer, saved)
-    _load(chosen, ranges, metadata, group_of(policy))
+        ranges |= allocate_optimizer(policy, optimizer, {name: info.dtype for name, info in saved.items()})
+    with together("resume"), _reading(), torch.no_grad():
+        read_ranges(chosen, ranges, saved)
     return restore(policy, optimizer, scheduler, state)
 
 
@@ -338,17 +341,6 @@ def _check_same(chosen: Path) -> None:
         raise fail("E407", "resume", f"{name_of(chosen)}: ranks see different files under this name.")
 
 
-def _load(folder: Path, ranges: dict[str, FlatRange], metadata: Metadata, group: dist.ProcessGroup) -> None:
-    """Fill the ranges. DCP's errors, which every rank raises alike and derives from BaseException, become ours."""
-    try:
-        with torch.no_grad():
-            reader = FlatReader(folder, metadata)
-            dcp.load(ranges, storage_reader=reader, planner=FlatLoadPlanner(), process_group=group)
-    except CheckpointException as error:
-        detail = " ".join(str(error).split())[-300:]
-        raise fail("E407", "resume", f"{name_of(folder)} cannot be read: {detail}") from error
-
-
 def _read_state(folder: Path, policy: ShardedModel, noted: dict[str, tuple[int, int]]) -> dict[str, Any]:
     label = name_of(folder)
     state = parse_json(read_checked(folder, STATE_NAME, noted), STATE_NAME, "resume", code="E407")
@@ -365,17 +357,21 @@ def _read_state(folder: Path, policy: ShardedModel, noted: dict[str, tuple[int, 
     return state
 
 
-def _check_names(folder: Path, described: Any, ranges: dict[str, FlatRange]) -> None:
+def _check_names(folder: Path, saved: Mapping[str, SavedTensor], ranges: dict[str, FlatRange]) -> None:
     """Every tensor of the model is described, with its size."""
     for name, item in ranges.items():
-        info = described.get(name)
-        if info is None or info.size.numel() != item.numel:
-            found = "is not there" if info is None else f"has {info.size.numel()} elements of {item.numel}"
+        info = saved.get(name)
+        if info is None or info.numel != item.numel:
+            found = "is not there" if info is None else f"has {info.numel} elements of {item.numel}"
             raise fail("E407", "resume", f"{name_of(folder)}: {name!r} {found}.", tensor=name)
 
 
 def _check_optimizer(
-    folder: Path, described: Any, policy: ShardedModel, optimizer: torch.optim.Optimizer, groups: Any
+    folder: Path,
+    saved: Mapping[str, SavedTensor],
+    policy: ShardedModel,
+    optimizer: torch.optim.Optimizer,
+    groups: Any,
 ) -> None:
     """The saved optimizer has as many groups as this one, and the same state for every trainable parameter."""
     label = name_of(folder)
@@ -384,13 +380,11 @@ def _check_optimizer(
             f"{label}: its optimizer has {len(groups)} groups, this one has {len(optimizer.param_groups)}."
         )
         raise fail("E407", "resume", message)
-    states = {
-        name: key for name in described if name.startswith("optim.") for key in [name.rpartition(".")[2]]
-    }
+    states = {name: key for name in saved if name.startswith("optim.") for key in [name.rpartition(".")[2]]}
     sizes = {info.name: torch.Size(info.shape).numel() for info in policy.inventory.parameters}
     for name, param in policy.named_parameters():
         for key in sorted(set(states.values())) if param.requires_grad else ():
-            info = described.get(f"optim.{name}.{key}")
-            if info is None or info.size.numel() != sizes[name]:
+            info = saved.get(f"optim.{name}.{key}")
+            if info is None or info.numel != sizes[name]:
                 found = "is not there" if info is None else "has another size"
                 raise fail("E407", "resume", f"{label}: 'optim.{name}.{key}' {found}.", tensor=name)
