@@ -1,6 +1,7 @@
 """`make setup` on a machine whose Python is too old, and what `make demo` says at its end."""
 
 import importlib.util
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,9 +13,10 @@ ROOT = Path(__file__).parents[2]
 
 def commands_of(target):
     """What make would run for a target, as if nothing had been made yet."""
-    result = subprocess.run(
-        ["make", "-n", "-B", target], cwd=ROOT, capture_output=True, text=True, check=True
-    )
+    # Under `make test` this make would be one inside another, which says so and takes over its flags.
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+    command = ["make", "-n", "-B", target]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, env=env)
     return result.stdout.splitlines()
 
 
