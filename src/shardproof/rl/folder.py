@@ -14,8 +14,8 @@ import torch.distributed as dist
 from shardproof.config.schema import Recipe
 from shardproof.dist.collectives import exchange, together
 from shardproof.errors import ShardproofError, error_for, fail
+from shardproof.export.folders import checkpoint_name
 from shardproof.export.pretrained import save_pretrained
-from shardproof.export.state import resume as resume_checkpoint
 from shardproof.export.state import save_checkpoint
 from shardproof.files import FolderLock, append_line, replace_folder
 from shardproof.rl.experience import Experience
@@ -111,7 +111,7 @@ class RunFolder:
         for root in (self.path / POLICY, self.path / CRITIC):
             for later in checkpoint_steps(root):
                 if later > step:
-                    name = f"step-{later:08d}"
+                    name = checkpoint_name(later)
                     replace_folder(root / name, root / f"{SUPERSEDED}{name}")
                     self.note(step, "superseded", f"{root.name}/{name} is now {root.name}/{SUPERSEDED}{name}")
         self._supersede(step)
@@ -187,14 +187,11 @@ def go_on(run: Run, folder: RunFolder) -> int:
     if not any(exchange(bool(found))):
         return 0
     policy, critic = run.policy, run.critic
-    which = "latest" if chosen is None else f"step-{chosen:08d}"
+    which = "latest" if chosen is None else checkpoint_name(chosen)
     try:
-        extra = resume_checkpoint(
-            folder.path / POLICY, policy.model, policy.optimizer, policy.scheduler, which
-        )
+        extra = policy.resume(folder.path / POLICY, which)
         if critic is not None:
-            name = f"step-{extra['step']:08d}"
-            resume_checkpoint(folder.path / CRITIC, critic.model, critic.optimizer, critic.scheduler, name)
+            critic.resume(folder.path / CRITIC, checkpoint_name(extra["step"]))
     except ShardproofError as error:
         raise _with_older(error, found) from error
     run.stream.position = extra["position"]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import PretrainedConfig
 
 from shardproof.checkpoint.source import RandomInit
@@ -14,6 +16,7 @@ from shardproof.config.schema import Recipe, Rewards, Role
 from shardproof.dist.collectives import exchange, together
 from shardproof.dist.launch import init_distributed
 from shardproof.dist.mesh import make_mesh
+from shardproof.export.state import resume
 from shardproof.export.stream import WeightStream
 from shardproof.rl.agreement import agree_on
 from shardproof.rl.checks import check_inputs, make_lora
@@ -32,7 +35,23 @@ class Trained:
 
     model: ShardedModel
     optimizer: torch.optim.Optimizer
-    scheduler: torch.optim.lr_scheduler.LRScheduler
+    scheduler: LambdaLR
+
+    def resume(self, folder: Path, which: str) -> dict[str, Any]:
+        """Load a checkpoint; returns its `extra`. Collective: every rank.
+
+        Settings of optimizer and schedule stay the recipe's: what the user allowed to change takes effect, at once.
+        """
+        groups, scheduler = self.optimizer.param_groups, self.scheduler
+        settings = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+        base_lrs = list(scheduler.base_lrs)
+        extra = resume(folder, self.model, self.optimizer, scheduler, which)
+        scheduler.base_lrs = base_lrs
+        ratios = [ratio(scheduler.last_epoch) for ratio in scheduler.lr_lambdas]
+        scheduler._last_lr = [base * ratio for base, ratio in zip(base_lrs, ratios, strict=True)]
+        for group, given, lr in zip(groups, settings, scheduler._last_lr, strict=True):
+            group.update(given | {"lr": lr})
+        return extra
 
 
 @dataclass
