@@ -50,15 +50,15 @@ def known_control_group() -> dist.ProcessGroup | None:
     return default if torch.device("cpu") in default._device_types else _control_groups.get(default)
 
 
-def exchange(value: Any) -> list[Any]:
+def exchange(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Every rank's JSON-able `value`, in rank order, on every rank. No pickle is involved.
 
-    Collective: every rank.
+    `group` is another group of all ranks, for what runs beside training. Collective: every rank.
     """
     if dist.get_world_size() == 1:
         return [json.loads(json.dumps(value))]
     payload = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-    group = control_group()
+    group = group or control_group()
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
     dist.all_gather(sizes, torch.tensor([payload.numel()]), group=group)
     longest = max(int(size) for size in sizes)

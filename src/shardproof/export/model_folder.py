@@ -6,7 +6,7 @@ import os
 import shutil
 from pathlib import Path
 
-from shardproof.checkpoint.reader import INDEX_NAME
+from shardproof.checkpoint.reader import INDEX_NAME, read_header
 from shardproof.errors import ShardproofError, fail
 from shardproof.export.folders import claim_folder
 from shardproof.files import (
@@ -28,7 +28,6 @@ CONFIG_NAME = "config.json"
 # In the header of every file that a save writes: only such weights are replaced or removed.
 WRITER = {"writer": "shardproof"}
 _WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".gguf"}
-_MAX_HEADER_BYTES = 100 * 2**20
 
 
 class ModelFolder:
@@ -164,12 +163,10 @@ def is_ours(path: Path) -> bool:
     if path.suffix != ".safetensors":
         return False
     with open_foreign(path, STAGE, code="E408") as file:
-        size = int.from_bytes(file.read(8), "little")
-        raw = file.read(size) if 0 < size <= _MAX_HEADER_BYTES else b""
-    try:
-        header = parse_json(raw, path.name, STAGE, code="E408")
-    except ShardproofError:
-        return False
+        try:
+            header = parse_json(read_header(file, path.name), path.name, STAGE)
+        except ShardproofError:
+            return False
     noted = header.get("__metadata__") if isinstance(header, dict) else None
     return isinstance(noted, dict) and WRITER.items() <= noted.items()
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
+from shardproof.dist.collectives import exchange
 from shardproof.errors import ShardproofError, error_for
 from shardproof.findings import Finding
 from shardproof.shard.sharded_model import ShardedModel
@@ -34,7 +33,7 @@ def share(group: dist.ProcessGroup, value: Any = None, problem: Exception | None
     Collective: every rank, on the checkpoint group.
     """
     mine = {"value": value} if problem is None else {"problem": _finding(problem).to_json()}
-    rows = _gather(group, json.dumps(mine).encode())
+    rows = exchange(mine, group)
     for row in rows:
         if "problem" in row:
             raise error_for([Finding.from_json(row["problem"])]) from problem
@@ -47,14 +46,3 @@ def _finding(problem: Exception) -> Finding:
     text = " ".join(str(problem).split())[:_TEXT_CHARACTERS]
     message = f"the checkpoint was not published: {type(problem).__name__}: {text}"
     return Finding("E408", "save", message, rank=dist.get_rank())
-
-
-def _gather(group: dist.ProcessGroup, raw: bytes) -> list[Any]:
-    size = torch.tensor([len(raw)])
-    sizes = [torch.empty_like(size) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(sizes, size, group=group)
-    padded = torch.zeros(max(int(size) for size in sizes), dtype=torch.uint8)
-    padded[: len(raw)] = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
-    rows = [torch.empty_like(padded) for _ in sizes]
-    dist.all_gather(rows, padded, group=group)
-    return [json.loads(bytes(row[: int(size)].numpy())) for row, size in zip(rows, sizes, strict=True)]

@@ -34,7 +34,7 @@ class Inputs:
 
 def check_inputs(recipe: Recipe) -> Inputs:
     """The run's tokenizer, config and prompts; raises if they or the rewards do not fit together."""
-    folder = _model_folder(recipe.model.path)
+    folder = model_folder(recipe.model.path)
     config = read_config(folder, recipe.model.trust_remote_code)
     tokenizer = _load_tokenizer(folder, recipe.model.trust_remote_code)
     for spec in recipe.reward.functions if recipe.reward is not None else []:
@@ -54,7 +54,7 @@ def check_model(recipe: Recipe, config: PretrainedConfig, num_ranks: int) -> Non
         raise fail("C002", "mesh", f"replicate={model.replicate} does not divide the {num_ranks} ranks.")
     check_sequence_parallel(config, model.sequence_parallel, num_ranks // model.replicate)
     if not model.random_init:
-        folder = _model_folder(model.path)
+        folder = model_folder(model.path)
         resolved = resolve_folder(model.path, folder, model.trust_remote_code)
         skeleton = build_skeleton(
             resolved.config,
@@ -74,7 +74,8 @@ def make_lora(model: Model) -> Any:
     return LoraConfig(r=model.lora.r, lora_alpha=model.lora.alpha, target_modules=model.lora.target_modules)
 
 
-def _model_folder(path: str) -> Path:
+def model_folder(path: str) -> Path:
+    """Where a model's files lie on this machine; raises L101 if they do not."""
     folder = find_folder(path, None)
     if folder is None:
         raise fail("L101", "source", f"{path!r} is not a folder, nor in the hub or its cache.")

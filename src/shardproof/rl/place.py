@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +12,8 @@ from typing import Any
 from shardproof.config.load import to_json
 from shardproof.config.schema import Recipe
 from shardproof.errors import ShardproofError, fail
-from shardproof.files import REPLACED, write_atomic
+from shardproof.export.folders import list_checkpoints, step_of
+from shardproof.files import write_atomic
 from shardproof.foreign import is_inside, read_json
 from shardproof.rl.data import Prompt
 from shardproof.rl.loggers import METRICS_NAME, read_lines
@@ -30,7 +30,6 @@ from shardproof.rl.same_run import (
 SETTINGS_NAME = "config.json"
 POLICY, CRITIC, MODEL = "checkpoints", "critic", "model"
 _MARK = "shardproof"  # the key that tells a run's config.json from a model's
-_STEP = re.compile(r"step-(\d+)$")
 # What people keep beside a run before it starts.
 _HARMLESS = (".log", ".txt", ".out", ".err", ".pid", ".toml", ".sh", ".md")
 
@@ -112,9 +111,7 @@ def write_settings(folder: Path, recipe: Recipe, digests: Digests) -> None:
 
 def checkpoint_steps(root: Path) -> tuple[int, ...]:
     """The steps of the checkpoints in a folder, in order."""
-    # One that a replacement left aside, between two renames, is there under its name for whoever resumes.
-    names = {path.name.removeprefix(REPLACED) for path in root.iterdir()} if root.is_dir() else set()
-    return tuple(sorted(int(match[1]) for name in names if (match := _STEP.match(name))))
+    return tuple(step_of(path) for path in list_checkpoints(root)) if root.is_dir() else ()
 
 
 def _is_settings(found: Any) -> bool:

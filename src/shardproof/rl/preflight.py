@@ -25,12 +25,13 @@ from packaging.specifiers import SpecifierSet
 from shardproof.checkpoint.reader import open_checkpoint
 from shardproof.checkpoint.source import find_folder, read_config
 from shardproof.config.schema import Recipe
-from shardproof.errors import ShardproofError, fail
+from shardproof.errors import ShardproofError
 from shardproof.files import LOCK_NAME, FolderLock
 from shardproof.findings import Finding
 from shardproof.model.inventory import take_inventory
 from shardproof.model.roles import POLICY
 from shardproof.model.skeleton import build_skeleton
+from shardproof.rl.checks import model_folder
 from shardproof.rl.place import POLICY as CHECKPOINTS
 from shardproof.rl.place import check_folder, checkpoint_steps
 from shardproof.rl.same_run import Resume
@@ -55,11 +56,9 @@ class Start:
     def num_elements(self) -> int | None:
         """Elements of the policy's parameters; None where another node has its files. Raises if nobody has."""
         model = self.recipe.model
-        folder = find_folder(model.path, None)
-        if folder is None and self.num_nodes > 1:
+        if self.num_nodes > 1 and find_folder(model.path, None) is None:
             return None
-        if folder is None:
-            raise fail("L101", "source", f"{model.path!r} is not a folder, nor in the hub or its cache.")
+        folder = model_folder(model.path)
         if model.random_init:
             config = read_config(folder, model.trust_remote_code)
             skeleton = build_skeleton(config, role=POLICY, trust_remote_code=model.trust_remote_code)
