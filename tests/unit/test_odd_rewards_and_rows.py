@@ -3,8 +3,10 @@
 import asyncio
 import json
 import math
+import pickle
 
 import numpy
+import psutil
 import pytest
 
 from shardproof.errors import ConfigError
@@ -105,3 +107,44 @@ def test_an_integer_of_any_size_is_an_answer_in_text(tmp_path):
 def test_what_can_be_no_path_is_data_that_does_not_exist(tmp_path, name):
     with pytest.raises(ConfigError, match="C005"):
         load_rows(f"{tmp_path}/{name}.jsonl", "prompt", None)
+
+
+WORKERS = '''
+import os, pickle, struct, subprocess, sys, time
+
+def babble(prompt, completion, row):
+    """Writes to the connection that answers go through."""
+    if completion:
+        os.write(int(sys.argv[2]), struct.pack("!i", len(row["said"])) + row["said"])
+    return 1.0
+
+def hide(prompt, completion, row):
+    """Starts a process in a session of its own, as sandboxes for generated code do, and hangs."""
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"], start_new_session=True)
+    with open(row["path"], "w") as file:
+        file.write(str(child.pid))
+    time.sleep(1000)
+'''
+
+
+@pytest.mark.parametrize(
+    "said",
+    [b"no pickle", pickle.dumps(None), pickle.dumps((0.5, None, "more")), pickle.dumps(("1", None))],
+    ids=["garbage", "nothing", "too much", "text"],
+)
+def test_a_reward_that_talks_over_its_own_connection_costs_its_own_sample(user_module, said):
+    user_module("odd_workers", WORKERS)
+    samples = [("", completion, {"said": said}) for completion in ("x", "", "")]
+    with RewardRunner([RewardSpec("odd_workers:babble")], num_workers=1) as runner:
+        first, *others = runner.score(samples)
+        assert first.errors == ("odd_workers:babble: its worker answered with something else than a reward",)
+        assert [one.total for one in others] == [1.0, 1.0] and runner.score(samples[1:])[0].total == 1.0
+
+
+def test_what_a_hanging_reward_hid_in_another_session_ends_with_it(user_module, tmp_path):
+    user_module("odd_workers", WORKERS)
+    path = tmp_path / "pid"
+    with RewardRunner([RewardSpec("odd_workers:hide")], num_workers=1, timeout_s=1.0) as runner:
+        runner.score([("", "", {"path": str(path)})])
+    hidden = int(path.read_text())
+    assert not psutil.pid_exists(hidden) or psutil.Process(hidden).status() == psutil.STATUS_ZOMBIE

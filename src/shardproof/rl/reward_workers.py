@@ -24,6 +24,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection, Pipe, wait
+from pathlib import Path
 
 from shardproof.errors import ShardproofError, error_for, fail
 from shardproof.findings import Finding
@@ -76,6 +77,17 @@ def _watch(parent: int) -> None:
     os.killpg(0, signal.SIGKILL)
 
 
+class _Nonsense(Exception):
+    """A worker sent what is no answer: a reward wrote to the connection itself."""
+
+
+def _is_outcome(message: object) -> bool:
+    if not isinstance(message, tuple) or len(message) != 2:
+        return False
+    value, error = message
+    return isinstance(value, float) and (error is None or isinstance(error, str))
+
+
 class _Worker:
     """One worker process, and the calls it has not answered yet."""
 
@@ -115,12 +127,18 @@ class _Worker:
 
     def receive(self) -> tuple[Call, Outcome] | None:
         """One answered call; None for the message that the worker is ready."""
-        message = self.connection.recv()
+        raw = self.connection.recv_bytes()
+        try:
+            message = pickle.loads(raw)
+        except Exception as error:
+            raise _Nonsense from error
         if isinstance(message, Finding):
             raise error_for([message])
         if not self.ready:
             self.ready, self.deadline = True, math.inf
             return None
+        if not self.pending or not _is_outcome(message):
+            raise _Nonsense
         call = self.pending.popleft()
         self.deadline = time.monotonic() + self.timeout_s if self.pending else math.inf
         return call, message
@@ -130,12 +148,32 @@ class _Worker:
         if not self.connection.closed:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(patience_s)
+            # Sandboxes run generated code in sessions of its own, which the group's signal does not reach.
+            hidden = _descendants(self.process.pid) if self.process.poll() is None else []
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
+            for each in hidden:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(each, signal.SIGKILL)
             self.connection.close()
             self._lifeline.close()
         code = self.process.wait()
         return f"signal {-code}" if code < 0 else f"exit code {code}"
+
+
+def _descendants(process: int) -> list[int]:
+    """The processes that a process and its children started, where the system lists them as Linux does."""
+    children: dict[int, list[int]] = {}
+    for entry in os.listdir("/proc") if os.path.isdir("/proc") else ():
+        # Whatever is not a process, or no longer. The name before the parent may hold anything, spaces and brackets too.
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            stat = Path("/proc", str(int(entry)), "stat").read_text(errors="replace")
+            children.setdefault(int(stat.rpartition(")")[2].split()[1]), []).append(int(entry))
+    found, left = [], [process]
+    while left:
+        left += (started := children.pop(left.pop(), []))
+        found += started
+    return found
 
 
 class Crew:
@@ -182,6 +220,8 @@ class Crew:
                 while worker.connection.poll():
                     if (answered := worker.receive()) is not None:
                         yield answered
+            except _Nonsense:
+                yield from self._bury(worker, "its worker answered with something else than a reward", queue)
             except (EOFError, OSError):
                 yield from self._bury(worker, f"its worker process died ({worker.stop(1.0)})", queue)
             else:
