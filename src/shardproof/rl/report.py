@@ -5,12 +5,13 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import math
+import sys
 from collections.abc import Iterable, Mapping
 from html import escape
 from pathlib import Path
 from typing import Any
 
+from shardproof.bounds import within
 from shardproof.files import write_atomic
 
 FIRST_METRICS = ("reward/mean", "eval/reward", "kl/mean", "loss/policy", "grad_norm", "tokens_per_s")
@@ -82,8 +83,11 @@ def group_curves(metrics: Iterable[Record]) -> list[dict[str, Any]]:
 
 
 def _finite(value: Any) -> float | None:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return float(value) if is_number and math.isfinite(value) else None
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    return (
+        float(value) if within(abs(value), sys.float_info.max) else None
+    )  # integers may be larger than that
 
 
 def _parse(text: str) -> dict[str, Any] | None:
