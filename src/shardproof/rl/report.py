@@ -83,11 +83,8 @@ def group_curves(metrics: Iterable[Record]) -> list[dict[str, Any]]:
 
 
 def _finite(value: Any) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return None
-    return (
-        float(value) if within(abs(value), sys.float_info.max) else None
-    )  # integers may be larger than that
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)  # and an int of any size
+    return float(value) if is_number and within(abs(value), sys.float_info.max) else None
 
 
 def _parse(text: str) -> dict[str, Any] | None:
