@@ -3,6 +3,8 @@
 import threading
 
 import pytest
+from tokenizers import Regex, Tokenizer, models, normalizers
+from transformers import PreTrainedTokenizerFast
 
 from shardproof.errors import ConfigError
 from shardproof.rl import data
@@ -44,3 +46,12 @@ def test_a_chat_template_that_does_not_end(monkeypatch):
     with pytest.raises(ConfigError, match="row 1: the chat template does not come to an end") as caught:
         data.encode_prompts(rows, make_tokenizer(ENDLESS), "prompt", True, None)
     assert caught.value.code == "C005"
+
+
+def test_a_panic_of_the_tokenizers_library_is_said_in_words(capfd):
+    inner = Tokenizer(models.WordLevel({"[UNK]": 0}, unk_token="[UNK]"))
+    # Its engine gives up on this text, and the library panics, which is no Exception in Python.
+    inner.normalizer = normalizers.Replace(Regex("(a|aa)+$"), "x")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="[UNK]")
+    with pytest.raises(ConfigError, match=r"C005 data: the tokenizer fails on the data.*retry-limit"):
+        data.encode_prompts([{"prompt": "a" * 60 + "c"}], tokenizer, "prompt", False, None)

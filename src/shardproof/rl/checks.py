@@ -18,6 +18,7 @@ from shardproof.model.skeleton import build_skeleton
 from shardproof.rl.data import Prompt, encode_completions, encode_prompts, load_rows
 from shardproof.rl.reward_functions import find_reward
 from shardproof.rl.stop_ids import find_stop_ids
+from shardproof.rl.templates import panics_as_errors
 from shardproof.shard.plan import plan_shards
 
 
@@ -85,7 +86,8 @@ def model_folder(path: str) -> Path:
 def _load_tokenizer(folder: Path, trust_remote_code: bool) -> Any:
     check_tokenizer_keys(folder)
     try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        with panics_as_errors():
+            return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:  # tokenizers raise types of their own for files that are missing or wrong
         reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
         message = f"the tokenizer of {folder} cannot be loaded: {reason}"

@@ -14,7 +14,7 @@ import numpy as np
 from shardproof.errors import did_you_mean
 from shardproof.rl.reward_functions import row_problem
 from shardproof.rl.rows import Place, Row, read_rows, unusable
-from shardproof.rl.templates import Overdue, call_each
+from shardproof.rl.templates import Overdue, call_each, panics_as_errors
 
 _TEMPLATE_SECONDS = 10.0  # for one prompt; real templates take a millisecond
 _NESTED = (dict, list, tuple)
@@ -221,7 +221,9 @@ def encode_completions(prompts: list[Prompt], tokenizer: Any, completion_column:
 
 def _tokens(tokenizer: Any, texts: list[str], *, add_special_tokens: bool) -> list[tuple[int, ...]]:
     try:
-        return [tuple(ids) for ids in tokenizer(texts, add_special_tokens=add_special_tokens)["input_ids"]]
+        with panics_as_errors():
+            found = tokenizer(texts, add_special_tokens=add_special_tokens)["input_ids"]
+        return [tuple(ids) for ids in found]
     except Exception as error:  # a tokenizer is made of a stranger's files too
         message = f"the tokenizer fails on the data: {type(error).__name__}: {str(error)[:300]}"
         raise unusable(message, "use the tokenizer files that belong to the model") from error

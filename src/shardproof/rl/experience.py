@@ -21,6 +21,7 @@ from shardproof.rl.data import Prompt, sample_seed
 from shardproof.rl.reward_failures import result_together
 from shardproof.rl.rewards import PendingRewards
 from shardproof.rl.setup import Run
+from shardproof.rl.templates import panics_as_errors
 from shardproof.rollout.engine import Completion, Request, Sampling
 from shardproof.train.batching import Batch
 from shardproof.train.score import logprobs, values
@@ -199,7 +200,8 @@ def _lending(run: Run) -> Iterator[None]:
 
 def _text(run: Run, completion: Completion) -> str:
     tokens = completion.tokens[:-1] if completion.finished else completion.tokens
-    return run.tokenizer.decode(tokens, skip_special_tokens=True)
+    with panics_as_errors():
+        return run.tokenizer.decode(tokens, skip_special_tokens=True)
 
 
 def _overlong(run: Run, completion: Completion) -> float:

@@ -1,11 +1,15 @@
-"""A stranger's chat template, run under a deadline: jinja's sandbox keeps it from doing harm, not from going on for ever."""
+"""A stranger's tokenizer and chat template, run so that neither takes the run with it.
+
+Templates have a deadline: jinja's sandbox keeps them from doing harm, not from going on for ever.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -22,6 +26,17 @@ class Overdue(Exception):
 
 class _Interrupted(BaseException):
     """Raised inside of the thread that is given up; no `except Exception` of a library holds it."""
+
+
+@contextmanager
+def panics_as_errors() -> Iterator[None]:
+    """Raise a RuntimeError where a library in Rust panics: the class that it raises is no Exception."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__module__ == "pyo3_runtime":
+            raise RuntimeError(str(error)) from error
+        raise
 
 
 def call_each(calls: Sequence[Callable[[], T]], seconds: float) -> list[T]:
