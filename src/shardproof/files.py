@@ -125,26 +125,40 @@ class FolderLock:
     def __init__(self, folder: Path):
         self._path = folder / LOCK_NAME
         self._descriptor: int | None = None
+        self._noted = b""  # in the file, by this process
 
     def acquire(self, stage: str) -> None:
         """Claim the folder, or raise with the host and process that hold it."""
-        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        # What a link of this name leads to is not emptied.
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        descriptor = os.open(self._path, flags, 0o644)
         try:
             # The kernel drops the lock with its last holder, so that a lock which a kill left behind is not in the way.
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            holder = os.pread(descriptor, 1024, 0).decode(errors="replace").strip()
+            holder, *_ = os.pread(descriptor, 1024, 0).decode(errors="replace").strip().split("\n")
             os.close(descriptor)
             if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
                 raise
             message = f"{self._path.parent} is in use by {holder or 'another process'}."
             raise fail("C006", stage, message, fix="wait for it, stop it, or use another folder") from None
         since = time.strftime("%Y-%m-%d %H:%M:%S")
-        holder = f"process {os.getpid()} on host {socket.gethostname()} since {since}\n"
+        holder = f"process {os.getpid()} on host {socket.gethostname()} since {since}"
+        noted = f"{holder}\n{secrets.token_hex(4)}\n".encode()  # no other claim has this text
         with contextlib.suppress(OSError):  # a full disk: the claim stands without its name
             os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, holder.encode(), 0)
+            os.pwrite(descriptor, noted, 0)
+            self._noted = noted
         self._descriptor = descriptor
+
+    def is_lost(self) -> bool:
+        """Whether the folder that was claimed is gone from its place, or another process has claimed a new one there."""
+        try:
+            return bool(self._noted) and self._path.read_bytes() != self._noted
+        except FileNotFoundError:
+            return True
+        except OSError:  # a disk that does not answer just now
+            return False
 
     def release(self) -> None:
         if self._descriptor is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,14 @@ import pytest
 from shardproof import files
 from shardproof.bounds import largest, require_number, within
 from shardproof.errors import ShardproofError
-from shardproof.files import FolderLock, append_line, current_folder, replace_folder, write_atomic
+from shardproof.files import (
+    LOCK_NAME,
+    FolderLock,
+    append_line,
+    current_folder,
+    replace_folder,
+    write_atomic,
+)
 from shardproof.foreign import open_foreign, read_foreign, read_json
 from shardproof.text import printable
 
@@ -95,6 +103,35 @@ def test_a_folder_has_one_owner_and_a_dead_owner_is_none(tmp_path: Path) -> None
     lock.acquire("output")
     lock.release()
     FolderLock(tmp_path).acquire("output")
+
+
+def test_an_owner_learns_that_its_folder_is_gone(tmp_path: Path) -> None:
+    """Removed, made again, and claimed by somebody else: the kernel's lock says nothing about it."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    first, second = FolderLock(folder), FolderLock(folder)
+    first.acquire("output")
+    assert not first.is_lost()
+    shutil.rmtree(folder)
+    assert first.is_lost()
+    folder.mkdir()
+    assert first.is_lost()
+    (folder / LOCK_NAME).write_text("process 1 on host other\n")
+    second.acquire("output")
+    assert first.is_lost() and not second.is_lost()
+    for lock in (first, second):
+        lock.release()
+
+
+def test_a_lock_empties_no_file_that_a_link_leads_to(tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("data")
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / LOCK_NAME).symlink_to(precious)
+    with pytest.raises(OSError):
+        FolderLock(folder).acquire("output")
+    assert precious.read_text() == "data"
 
 
 def test_strangers_files_must_be_plain_files_in_their_folder(tmp_path: Path) -> None:

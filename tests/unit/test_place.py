@@ -150,6 +150,21 @@ def test_a_damaged_settings_file_is_refused_by_name(tmp_path, content):
     assert "config.json" in refused(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "digests", [True, "x", [1], {"model.path": [1]}, {"data.train": "x"}, {"data.train": {"rows": 5}}]
+)
+def test_damaged_digests_are_refused_by_file(tmp_path, digests):
+    make_run(tmp_path, steps=3, checkpoints=[2])
+    settings = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(settings | {"shardproof": {"digests": digests}}))
+    assert "config.json is damaged" in refused(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["~", "~/runs/mine", "~root/runs"])
+def test_no_folder_is_called_like_a_home(name):
+    assert f"output.folder={name!r}" in refused(name)
+
+
 def test_damaged_lines_do_not_hide_the_last_step(tmp_path):
     make_run(tmp_path, steps=3, checkpoints=[2])
     with (tmp_path / "metrics.jsonl").open("ab") as file:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -97,10 +98,10 @@ class ModelFolder:
         if not self.is_replaced:
             self.target.mkdir(exist_ok=True)
         place, name = self.partial.parent, self.target.name
-        for old in place.glob(f"{PARTIAL}{name}-*"):
+        for old in _leftovers(place, f"{PARTIAL}{name}", 1):
             _remove_if_dead(old)
-        for hidden in (PARTIAL, REPLACED):
-            for old in place.glob(f"{REMOVED}{hidden.lstrip('.')}{name}-*"):
+        for hidden, nonces in ((PARTIAL, 2), (REPLACED, 1)):
+            for old in _leftovers(place, f"{REMOVED}{hidden.lstrip('.')}{name}", nonces):
                 shutil.rmtree(old, ignore_errors=True)
         self.partial.mkdir()
         if self.target.is_dir():
@@ -177,6 +178,12 @@ def _is_weights(path: Path) -> bool:
 
 def _differ(one: Path, other: Path) -> bool:
     return not other.exists() or one.read_bytes() != other.read_bytes()
+
+
+def _leftovers(place: Path, name: str, nonces: int) -> list[Path]:
+    """What ended saves left under a name that has so many random endings: those of this folder, none of its neighbours'."""
+    pattern = re.compile(re.escape(name) + "-[0-9a-f]{8}" * nonces)
+    return [path for path in place.iterdir() if pattern.fullmatch(path.name)]
 
 
 def _remove_if_dead(folder: Path) -> None:

@@ -17,7 +17,7 @@ from shardproof.errors import ShardproofError, error_for, fail
 from shardproof.export.folders import checkpoint_name
 from shardproof.export.pretrained import save_pretrained
 from shardproof.export.state import save_checkpoint
-from shardproof.files import FolderLock, append_line, replace_folder
+from shardproof.files import FolderLock, append_line, current_folder, replace_folder
 from shardproof.rl.experience import Experience
 from shardproof.rl.loggers import (
     EVENTS_NAME,
@@ -44,7 +44,7 @@ from shardproof.rl.same_run import Resume, take_digests
 from shardproof.rl.setup import Run
 from shardproof.text import printable
 
-SUPERSEDED = "superseded-"  # checkpoints that a run went back behind
+SUPERSEDED = "superseded-"  # checkpoints and models that a run went back behind
 _DAMAGED = ("E407", "E409")
 
 
@@ -111,10 +111,16 @@ class RunFolder:
         for root in (self.path / POLICY, self.path / CRITIC):
             for later in checkpoint_steps(root):
                 if later > step:
-                    name = checkpoint_name(later)
-                    replace_folder(root / name, root / f"{SUPERSEDED}{name}")
-                    self.note(step, "superseded", f"{root.name}/{name} is now {root.name}/{SUPERSEDED}{name}")
+                    self._put_aside(step, root / checkpoint_name(later))
+        if (self.path / MODEL).is_dir():  # where there is one, a run was complete
+            self._put_aside(step, self.path / MODEL)
         self._supersede(step)
+
+    def _put_aside(self, step: int, folder: Path) -> None:
+        aside = folder.with_name(f"{SUPERSEDED}{folder.name}")
+        replace_folder(current_folder(folder), aside)
+        old, new = (path.relative_to(self.path) for path in (folder, aside))
+        self.note(step, "superseded", f"{old} is now {new}")
 
     def _supersede(self, step: int) -> None:
         for name in LINES:
@@ -145,6 +151,8 @@ class RunFolder:
 
         Collective: every rank.
         """
+        if self._lock is not None and self._lock.is_lost():
+            self._keep(f"{self.path} was removed, moved or replaced while the run was at work in it")
         rows = exchange([number, self.problem])
         problem = next((text for _, text in rows if text is not None), None)
         if problem is not None:

@@ -65,6 +65,9 @@ def _check_folder(recipe: Recipe, resume: Resume) -> State:
     if not recipe.output.folder.strip():
         raise fail("C001", "output", "output.folder is empty.", fix="name a folder of the run's own")
     folder = Path(recipe.output.folder)
+    if recipe.output.folder.startswith("~"):  # which a shell does not replace behind a "="
+        message = f"output.folder={recipe.output.folder!r} would be a folder called {folder.parts[0]!r} here."
+        raise fail("C001", "output", message, fix="write the home folder out, or ./~ if that is meant")
     _require_apart(folder, recipe)
     if os.path.lexists(folder) and not folder.is_dir():
         raise fail("C006", "output", f"{folder} is a file.", fix="use another output.folder")
@@ -99,8 +102,11 @@ def read_state(folder: Path) -> State:
         message = f"{folder} holds a {SETTINGS_NAME} that is not a run's; a model's has the same name."
         raise fail("C006", "output", message, fix="use another output.folder")
     mark = found.pop(_MARK, None)
-    digests = mark.get("digests") if isinstance(mark, dict) else None
-    return State(found, digests or {}, checkpoint_steps(folder / POLICY), _last_step(folder))
+    digests = mark.get("digests") or {} if isinstance(mark, dict) else {}
+    if not _are_digests(digests):
+        message = f"{path} is damaged: what it says of data and models cannot be read."
+        raise fail("C006", "output", message, fix="put the file back, or use another output.folder")
+    return State(found, digests, checkpoint_steps(folder / POLICY), _last_step(folder))
 
 
 def write_settings(folder: Path, recipe: Recipe, digests: Digests) -> None:
@@ -118,6 +124,13 @@ def _is_settings(found: Any) -> bool:
     """Whether a JSON value is a run's settings; those of earlier versions have no mark."""
     return isinstance(found, dict) and all(
         isinstance(found.get(key), dict) for key in ("model", "train", "output")
+    )
+
+
+def _are_digests(found: Any) -> bool:
+    return isinstance(found, dict) and all(
+        isinstance(parts, dict) and all(isinstance(text, str) for text in parts.values())
+        for parts in found.values()
     )
 
 
