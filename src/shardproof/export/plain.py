@@ -8,7 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 _CPU = torch.device("cpu")
-_DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 
 
 def to_plain(value: Any) -> Any:
@@ -42,7 +42,7 @@ def from_plain(value: Any, device: torch.device = _CPU) -> Any:
     if value.keys() == {"dict"} and isinstance(value["dict"], dict):
         return {key: from_plain(item, device) for key, item in value["dict"].items()}
     if value.keys() == {"tensor", "dtype", "shape"} and isinstance(value["tensor"], bool | int | float):
-        dtype, shape = _DTYPES.get(str(value["dtype"])), value["shape"]
+        dtype, shape = DTYPES.get(str(value["dtype"])), value["shape"]
         if dtype is not None and isinstance(shape, list) and len(shape) < 9 and all(n == 1 for n in shape):
             return torch.tensor(value["tensor"], dtype=dtype, device=device).reshape(shape)
     raise ValueError(f"{str(value)[:80]} is no saved value")

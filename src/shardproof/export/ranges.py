@@ -18,11 +18,11 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 
 from shardproof.errors import fail
+from shardproof.export.plain import DTYPES
 from shardproof.foreign import open_foreign
 
 INDEX_NAME = "index.json"
 _FILE_PATTERN = re.compile(r"rank-\d+\.bin")
-_DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ def check_index(
     for name, entry in index.items():
         if not isinstance(entry, dict) or not isinstance(entry.get("chunks"), list):
             raise unusable(f"{name!r} is not described", name)
-        dtype, numel = _DTYPES.get(str(entry.get("dtype"))), entry.get("numel")
+        dtype, numel = DTYPES.get(str(entry.get("dtype"))), entry.get("numel")
         if dtype is None or not _is_count(numel):
             raise unusable(f"{name!r} has dtype {entry.get('dtype')!r} and {numel!r} elements", name)
         chunks, end = [], 0

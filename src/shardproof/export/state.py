@@ -26,6 +26,7 @@ from shardproof.export.folders import (
     Sum,
     check_seen,
     check_sums,
+    checkpoint_name,
     checksum,
     claim_folder,
     clear_leftovers,
@@ -165,7 +166,7 @@ class _Save:
         lock: FolderLock,
     ):
         self.policy, self.root, self.partial, self.keep, self.state = policy, root, partial, keep, state
-        self.final = root / f"step-{number:08d}"
+        self.final = root / checkpoint_name(number)
         self.group = group_of(policy)
         self.lock = lock
 
@@ -189,7 +190,8 @@ class _Save:
         self._first_alone(self._write_state)
         mine, problem = None, None
         try:
-            self.partial.mkdir(exist_ok=True)  # a host that shares no folder is named when its files are missed
+            # A host that shares no folder is named when its files are missed.
+            self.partial.mkdir(exist_ok=True)
             name = data_name(dist.get_rank())
             part, size, crc = write_ranges(self.partial / name, _without_replicas(self.policy, ranges))
             if snapshot is not None:
