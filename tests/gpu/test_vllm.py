@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +18,7 @@ from shardproof.rollout.vllm_server import VllmSettings
 from shardproof.rollout.vllm_versions import installed_version, interface_of
 from tests.models import make_checkpoint
 from tests.ranks import run_ranks
+from tests.sockets import all_loopback, listening, session_of
 from tests.vllm.support import change, failure, sync
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
@@ -30,26 +30,6 @@ SHAPE = {
 FAMILIES = {"qwen3_tied": {}, "qwen3_moe": {"moe_intermediate_size": 128}}
 PROMPTS = [(1, 2, 3, 4), (9, 8, 7), (100, 50, 25, 12, 6)]
 BACKEND = "cpu:gloo,cuda:nccl"
-
-
-def listening(session: int) -> set[str]:
-    """The addresses, in the kernel's hexadecimal, on which the processes of a session listen."""
-    sockets = set()
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            if int((process / "stat").read_text().rpartition(")")[2].split()[3]) != session:
-                continue
-            for link in (process / "fd").iterdir():
-                sockets.add(os.readlink(link))
-        except OSError:
-            continue  # it has ended
-    found = set()
-    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-        for line in Path(table).read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == "0A" and f"socket:[{fields[9]}]" in sockets:
-                found.add(fields[1].rpartition(":")[0])
-    return found
 
 
 def mean_gap(engine: VllmEngine, completions: list[Any]) -> float:
@@ -101,7 +81,7 @@ def serve(folder: str, log: str) -> dict[str, Any]:
         found["vllm"] = engine.delivery.interface.version if engine.delivery.interface else None
         found["seconds"] = dict(engine.proof.seconds) if engine.proof else {}
         assert engine.server.process is not None
-        found["listening"] = listening(engine.server.process.pid)
+        found["listening"] = listening(session_of(engine.server.process.pid))
         stops = tuple(range(0, 512, 3))
         stopped = engine.generate(requests, Sampling(24, temperature=1.0, stop_ids=stops))
         found["stopped"] = all((c.tokens[-1] in stops) == c.finished for c in stopped) and any(
@@ -129,5 +109,4 @@ def test_a_colocated_server_samples_from_the_policys_weights(tmp_path, family):
     assert "R502 sync" in found["message"] and "layers.1.self_attn.qkv_proj" in found["message"]
     assert "the server is back at version 2" in found["message"]
     assert found["after"] == {2}
-    # 127.0.0.1, as itself or in its IPv6 form
-    assert found["listening"] <= {"0100007F", "0000000000000000FFFF00000100007F"}, found["listening"]
+    assert all_loopback(found["listening"]), found["listening"]

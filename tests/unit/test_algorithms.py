@@ -186,3 +186,43 @@ def test_updates_take_equal_runs_of_prompts_at_any_number_of_ranks(order, num):
     assert [i for part in expected for i in part] == order
     sizes = [len(part) for part in expected]
     assert max(sizes) - min(sizes) <= 1
+
+
+# What docs/algorithms.md says of other libraries.
+
+
+def loss_of(name, ratios, advantage):
+    """(loss, which tokens the clip changed) of one completion whose tokens have these ratios."""
+    logps = torch.tensor(ratios).log()
+    columns = {"advantages": torch.full_like(logps, advantage), "mask": torch.ones_like(logps)}
+    columns |= dict.fromkeys(("old_logps", "rollout_logps", "sequence"), torch.zeros_like(logps))
+    row, metrics = make_loss(Algorithm(name=name, tis_cap=None)).function(
+        Scored(logps, EMPTY, EMPTY), columns
+    )
+    return row.tolist(), metrics["clip_fraction"].tolist()
+
+
+@pytest.mark.parametrize(("size", "times"), [(2, 1.41), (4, 1.155), (8, 1.07)])
+def test_a_groups_deviation_is_that_of_the_population(size, times):
+    rewards = torch.tensor([[1.0] + [0.0] * (size - 1)])
+    of_the_sample = (rewards - rewards.mean()) / rewards.std(unbiased=True)
+    assert (group_normalised(rewards) / of_the_sample)[0].tolist() == pytest.approx([times] * size, abs=5e-3)
+
+
+def test_there_is_no_dual_clip():
+    assert loss_of("grpo", [10.0], -1.0) == (pytest.approx([10.0]), [0.0])
+
+
+def test_cispo_bounds_its_weight_from_above_alone():
+    row, clipped = loss_of("cispo", [0.01, 2.0], 1.0)
+    assert row == pytest.approx([-0.01 * math.log(0.01), -1.28 * math.log(2.0)], rel=1e-5)
+    assert clipped == [0.0, 1.0]
+
+
+def test_gspos_clip_range_is_that_of_the_others():
+    assert loss_of("gspo", [1.1, 1.1], 1.0)[1] == [0.0, 0.0]
+    assert loss_of("gspo", [1.3, 1.3], 1.0)[1] == [1.0, 1.0]
+
+
+def test_rloo_clips_token_by_token():
+    assert loss_of("rloo", [2.0, 0.5], 1.0) == (pytest.approx([-1.2, -0.5]), [1.0, 0.0])

@@ -281,8 +281,16 @@ def test_what_a_reward_started_ends_with_it(no_process_left):
         worker = psutil.Process(runner.crew.workers[0].process.pid)
         (scored,) = runner.score(samples_of("hang with a child"))
         assert scored.errors and not worker.is_running()
-    group = [process for process in psutil.process_iter() if _group(process.pid) == worker.pid]
-    assert not [process for process in group if process.status() != psutil.STATUS_ZOMBIE]
+    until = time.monotonic() + LONG_S  # a process that was killed is there until the kernel has come to it
+    while (left := _members(worker.pid)) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not left
+
+
+def _members(group):
+    """The living processes of a group."""
+    found = [each for each in psutil.process_iter(["status"]) if _group(each.pid) == group]
+    return [each for each in found if each.info["status"] != psutil.STATUS_ZOMBIE]
 
 
 def _group(pid):

@@ -19,6 +19,7 @@ from shardproof.rollout.engine import Sampling
 from shardproof.rollout.vllm_engine import _body
 from shardproof.rollout.vllm_server import Served, VllmServer, VllmSettings, arguments, environment
 from shardproof.rollout.vllm_versions import check_senders, installed_version, interface_of
+from tests.sockets import listening, session_of
 
 SERVED = Served(Path("model"), "float32", "cpu")
 # version: (the flag for token ids, completions that say their weights' version, its own transports), read in its source
@@ -114,17 +115,8 @@ def test_a_started_server_gets_loopback_whatever_the_trainer_uses(monkeypatch):
     assert environment(VllmSettings(transport="nccl"), SERVED)["GLOO_SOCKET_IFNAME"] == "eth0"
 
 
-def listening(process: psutil.Process) -> set[str]:
-    """The addresses on which a process and everything that it started listen."""
-    found = set()
-    for each in [process, *process.children(recursive=True)]:
-        rows = each.net_connections(kind="inet")
-        found |= {row.laddr.ip for row in rows if row.status == psutil.CONN_LISTEN}
-    return found
-
-
 def test_a_server_listens_on_loopback_alone(shared_server):
-    assert listening(psutil.Process(shared_server.process.pid)) == {"127.0.0.1"}
+    assert listening(session_of(shared_server.process.pid)) == {"127.0.0.1"}
 
 
 STORE = """

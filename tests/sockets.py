@@ -1,0 +1,50 @@
+"""Where processes listen, as the kernel says it: no package is asked, so that any machine can tell."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+
+def listening(pids: Iterable[int]) -> set[str]:
+    """The addresses that these processes listen on, over IPv4 and IPv6."""
+    inodes = set()
+    for pid in pids:
+        for descriptor in Path(f"/proc/{pid}/fd").glob("*"):
+            try:
+                inodes.add(os.readlink(descriptor))
+            except OSError:  # closed, or gone with its process
+                continue
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:
+                found.add(str(_address(fields[1].split(":")[0])))
+    return found
+
+
+def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    """As the kernel prints it: words of 32 bits in the host's order."""
+    words = [bytes.fromhex(text[i : i + 8])[::-1] for i in range(0, len(text), 8)]
+    address = ipaddress.ip_address(b"".join(words))
+    mapped = getattr(address, "ipv4_mapped", None)
+    return address if mapped is None else mapped
+
+
+def all_loopback(addresses: Iterable[str]) -> bool:
+    return all(ipaddress.ip_address(address).is_loopback for address in addresses)
+
+
+def session_of(leader: int) -> list[int]:
+    """The processes of a session."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if int((process / "stat").read_text().rpartition(")")[2].split()[3]) == leader:
+                found.append(int(process.name))
+        except OSError:
+            continue  # it has ended
+    return found
