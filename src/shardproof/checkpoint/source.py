@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from dataclasses import dataclass
@@ -100,6 +101,9 @@ def read_config(folder: Path, trust_remote_code: bool, name: str = CONFIG_NAME) 
         raise fail(
             "L108", "source", f"model_type={model_type!r} is implemented by the repository itself ({code})."
         )
+    kernels = None if trust_remote_code else _find_kernels(raw)
+    if kernels is not None:
+        raise fail("L108", "source", f"{name} asks for kernels of the hub: {kernels}.")
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:  # a config class may raise anything on a value it does not expect
@@ -151,10 +155,27 @@ def _check_raw(raw: Any, name: str) -> None:
             stack += [(str(inner), item) for inner, item in value.items()]
         elif isinstance(value, list):
             stack += [(key, item) for item in value]
+        elif isinstance(value, float) and math.isnan(value):  # an infinity may be a limit that is none
+            raise fail("L103", "source", f"{name}: {key} is NaN.")
         elif isinstance(value, int):
             limit = _MAX_COUNT if _COUNTED.search(key) else _MAX_INTEGER
             if abs(value) > limit:
                 raise fail("L103", "source", f"{name}: {key}={str(value)[:40]} is beyond {limit}.")
+
+
+def _find_kernels(raw: Any) -> str | None:
+    """What a config names as an implementation that transformers would fetch from the hub and run; None for nothing."""
+    stack = [raw]
+    while stack:
+        value = stack.pop()
+        if isinstance(value, dict):
+            for key, item in value.items():
+                if key.endswith("_implementation") and "/" in str(item):
+                    return f"{key}={item!r}"[:200]
+            stack += value.values()
+        elif isinstance(value, list):
+            stack += value
+    return None
 
 
 def _reason(error: Exception) -> str:

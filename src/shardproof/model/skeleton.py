@@ -23,6 +23,10 @@ from shardproof.model.router import replay_routing
 AUTO = "auto"  # recompute what does not fit, decided in training
 
 
+# A config may ask for other outputs; what calls the model relies on these.
+_OUTPUTS = {"return_dict": True, "output_attentions": False, "output_hidden_states": False}
+
+
 @dataclass(frozen=True)
 class Skeleton:
     """A model whose parameters are on meta and whose computed buffers hold their values."""
@@ -46,6 +50,10 @@ def build_skeleton(
 ) -> Skeleton:
     """The model of `config` for `role`, with adapters if asked, tied as the config ties it. Memory: buffers only."""
     config = deepcopy(config)
+    for part in {id(each): each for each in (config, config.get_text_config())}.values():
+        for name, value in _OUTPUTS.items():
+            if getattr(part, name, value) != value:
+                setattr(part, name, value)
     kwargs = hf_private.set_implementations({}, attn_implementation, experts_implementation)
     if trust_remote_code:
         kwargs["trust_remote_code"] = True
