@@ -34,7 +34,7 @@ def require_number(
 ) -> float:
     """`value` if it is finite and within its bounds, else a ConfigError that names `key` and the bounds."""
     if not isinstance(value, Real):
-        raise fail("C001", stage, f"{key}={value!r} is not a number.")
+        raise fail("C001", stage, f"{key}={value!r} is not a number.", fix="pass a number")
     bounds = [
         (f"above {above}", above is None or value > above),
         (f"at least {at_least}", at_least is None or value >= at_least),
@@ -46,6 +46,5 @@ def require_number(
         return value
     given = (above, at_least, at_most, below)
     asked = [text for (text, _), bound in zip(bounds, given, strict=True) if bound is not None]
-    raise fail(
-        "C001", stage, f"{key}={value} must be a finite number{' ' * bool(asked)}{' and '.join(asked)}."
-    )
+    message = f"{key}={value} must be a finite number{' ' * bool(asked)}{' and '.join(asked)}."
+    raise fail("C001", stage, message, fix="pass a number within these bounds")

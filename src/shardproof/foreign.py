@@ -15,9 +15,15 @@ MAX_TEXT_BYTES = 256 * 2**20
 
 
 def open_foreign(
-    path: Path, stage: str, *, code: str = "L103", inside: Path | None = None, max_bytes: int | None = None
+    path: Path,
+    stage: str,
+    *,
+    code: str = "L103",
+    inside: Path | None = None,
+    max_bytes: int | None = None,
+    fix: str | None = None,
 ) -> BinaryIO:
-    """A regular file, open for reading; anything else raises `code` with the file's name.
+    """A regular file, open for reading; anything else raises `code` with the file's name, and `fix` or the code's own.
 
     With `inside`, the file must lie in that folder once links are followed (see `is_inside`). FIFOs and devices are not
     waited for.
@@ -27,26 +33,33 @@ def open_foreign(
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except (OSError, ValueError) as error:
-        raise fail(code, stage, f"{path} cannot be opened: {getattr(error, 'strerror', error)}.") from error
+        reason = getattr(error, "strerror", error)
+        raise fail(code, stage, f"{path} cannot be opened: {reason}.", fix=fix) from error
     found = os.fstat(descriptor)
     if not stat.S_ISREG(found.st_mode):
         os.close(descriptor)
-        raise fail(code, stage, f"{path} is not a regular file.")
+        raise fail(code, stage, f"{path} is not a regular file.", fix=fix)
     if max_bytes is not None and found.st_size > max_bytes:
         os.close(descriptor)
-        raise fail(code, stage, f"{path} has {found.st_size} bytes, allowed are {max_bytes}.")
+        raise fail(code, stage, f"{path} has {found.st_size} bytes, allowed are {max_bytes}.", fix=fix)
     return os.fdopen(descriptor, "rb")
 
 
 def read_foreign(
-    path: Path, stage: str, *, code: str = "L103", inside: Path | None = None, max_bytes: int = MAX_TEXT_BYTES
+    path: Path,
+    stage: str,
+    *,
+    code: str = "L103",
+    inside: Path | None = None,
+    max_bytes: int = MAX_TEXT_BYTES,
+    fix: str | None = None,
 ) -> bytes:
     """The whole content of a foreign file."""
-    with open_foreign(path, stage, code=code, inside=inside, max_bytes=max_bytes) as file:
+    with open_foreign(path, stage, code=code, inside=inside, max_bytes=max_bytes, fix=fix) as file:
         try:
             return file.read(max_bytes + 1)
         except OSError as error:
-            raise fail(code, stage, f"{path} cannot be read: {error.strerror}.") from error
+            raise fail(code, stage, f"{path} cannot be read: {error.strerror}.", fix=fix) from error
 
 
 def read_json(

@@ -429,6 +429,12 @@ def test_recipe_that_is_a_pipe_is_not_waited_for(tmp_path):
         load_recipe(path)
 
 
+def test_recipe_that_is_not_there_is_told_what_to_pass(tmp_path):
+    with pytest.raises(sp.ConfigError, match="cannot be opened: No such file or directory") as caught:
+        load_recipe(tmp_path / "recipe.toml")
+    assert "Fix: pass a recipe, a TOML file" in str(caught.value)
+
+
 @pytest.mark.parametrize("text", ["9" * 10_000, "[" * 20_000, "\x1b[31m", "nan", "-1"])
 def test_override_that_cannot_be_used(tmp_path, text):
     path = tmp_path / "recipe.toml"

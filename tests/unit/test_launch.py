@@ -26,6 +26,7 @@ from shardproof.dist.collectives import control_group, exchange
 from shardproof.dist.deadline import deadline
 from shardproof.dist.launch import node_range, start_ranks
 from shardproof.errors import ConfigError
+from shardproof.findings import CODES
 from tests.ranks import run_ranks
 
 SECRET = "0123456789abcdef0123456789abcdef"
@@ -122,8 +123,9 @@ def test_a_signed_state_comes_back():
     ],
 )
 def test_nodes_that_cannot_meet_are_told_so(settings, message):
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=message) as caught:
         start_ranks(print, num_ranks=1, **{"nnodes": "2", **settings})
+    assert CODES["C001"][1] not in str(caught.value), "it says what to do about this very option"
 
 
 class Alone(OneNode):

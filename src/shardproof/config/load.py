@@ -23,7 +23,7 @@ _LISTED, _LABEL_CHARACTERS = 20, 100  # problems that a message lists; how much 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """The recipe of a TOML file with overrides such as `train.steps=10` applied; raises a ConfigError."""
     file = Path(path)
-    raw = read_foreign(file, "recipe", code="C001", max_bytes=_MAX_BYTES)
+    raw = read_foreign(file, "recipe", code="C001", max_bytes=_MAX_BYTES, fix="pass a recipe, a TOML file")
     try:
         data = tomllib.loads(raw.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:  # TOML's, UTF-8's and integers' errors are all ValueErrors

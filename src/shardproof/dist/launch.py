@@ -203,9 +203,8 @@ def node_range(nnodes: str) -> tuple[int, int]:
     """The smallest and the largest number of nodes that `--nnodes 2` or `--nnodes 1:4` allows."""
     low, _, high = nnodes.partition(":")
     if not (low.isdecimal() and (high or low).isdecimal() and 1 <= int(low) <= int(high or low)):
-        raise fail(
-            "C001", "launch", f"--nnodes {nnodes!r} is neither a number of nodes nor a range such as 1:4."
-        )
+        message = f"--nnodes {nnodes!r} is neither a number of nodes nor a range."
+        raise fail("C001", "launch", message, fix="write it like --nnodes 2 or --nnodes 1:4")
     return int(low), int(high or low)
 
 
@@ -215,9 +214,8 @@ def _meet(min_nodes: int, max_nodes: int, endpoint: str | None, secret: str | No
     from shardproof.dist.agent import several_nodes
 
     if endpoint is None:
-        raise fail(
-            "C001", "launch", "several nodes need --rdzv-endpoint HOST:PORT, a port that one of them opens."
-        )
+        message = "several nodes need --rdzv-endpoint, a port that one of them opens."
+        raise fail("C001", "launch", message, fix="pass --rdzv-endpoint HOST:PORT on every node")
     if secret is None or len(secret) < _MIN_SECRET:
         message = f"several nodes need --rdzv-id, a secret of at least {_MIN_SECRET} characters."
         fix = "make one with `openssl rand -hex 16`, and pass it on every node, or as SHARDPROOF_RDZV_ID"
@@ -228,7 +226,8 @@ def _meet(min_nodes: int, max_nodes: int, endpoint: str | None, secret: str | No
     try:
         return several_nodes(min_nodes, max_nodes, endpoint, secret)
     except ValueError as error:  # an endpoint that is none
-        raise fail("C001", "launch", f"--rdzv-endpoint {endpoint!r}: {printable(error)}") from error
+        message = f"--rdzv-endpoint {endpoint!r}: {printable(error)}"
+        raise fail("C001", "launch", message, fix="write it as HOST:PORT") from error
     except RendezvousError as error:
         raise _parted(error, started=False) from error
 

@@ -57,7 +57,8 @@ def check_folder(recipe: Recipe, resume: Resume | None = None) -> State:
         raise
     except (OSError, ValueError) as error:  # a name that no folder can have, or one that may not be looked at
         reason = getattr(error, "strerror", None) or error
-        raise fail("C007", "output", f"{recipe.output.folder!r} cannot be used: {reason}.") from error
+        message = f"output.folder={recipe.output.folder!r} cannot be used: {reason}."
+        raise fail("C007", "output", message, fix="use an output.folder that this user may write") from error
 
 
 def _check_folder(recipe: Recipe, resume: Resume) -> State:

@@ -88,11 +88,11 @@ def check_resume(resume: Resume) -> None:
     known = set(all_keys(Recipe))
     for key in resume.allow:
         if key not in known:
-            raise fail(
-                "C001", "output", f"--allow {key}: a recipe has no such key.{did_you_mean(key, known)}"
-            )
+            message = f"--allow {key}: a recipe has no such key.{did_you_mean(key, known)}"
+            raise fail("C001", "output", message, fix="name a section or a section.key of the recipe")
     if resume.from_step is not None and resume.from_step < 0:
-        raise fail("C001", "output", f"--from {resume.from_step}: steps begin at 0.")
+        fix = "pass a step that has a checkpoint, or 0 to begin again"
+        raise fail("C001", "output", f"--from {resume.from_step}: steps begin at 0.", fix=fix)
 
 
 def kind_of(key: str) -> str | None:
