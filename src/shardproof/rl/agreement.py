@@ -136,7 +136,7 @@ def _settings(recipe: Recipe) -> Iterable[tuple[str, str]]:
 def _sources_digest(folder: Path) -> str:
     """A sha256 over names and content of a package's modules. Not kept: files may change below a long-lived process."""
     digest = hashlib.sha256()
-    for path in sorted(folder.rglob("*.py")):
+    for path in sorted(path for path in folder.rglob("*.py") if path.is_file()):
         content = path.read_bytes()
         digest.update(f"{path.relative_to(folder).as_posix()} {len(content)}\n".encode())
         digest.update(content)
@@ -146,10 +146,12 @@ def _sources_digest(folder: Path) -> str:
 def _module_digest(name: str) -> str:
     """A sha256 of the file that a user's reward comes from; built-in ones are part of the code."""
     module_name, colon, _ = name.partition(":")
-    path = getattr(sys.modules.get(module_name), "__file__", None)
-    if not colon or path is None or not path.endswith(".py"):
+    module = sys.modules.get(module_name)
+    path, loader = getattr(module, "__file__", None), getattr(module, "__loader__", None)
+    if not colon or path is None or not path.endswith(".py") or not hasattr(loader, "get_data"):
         return "no file of its own"
-    return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:12]
+    # The module's own loader also reads what lies in an archive.
+    return hashlib.sha256(loader.get_data(path)).hexdigest()[:12]
 
 
 def _tokens_digest(prompts: Iterable[Prompt]) -> str:
