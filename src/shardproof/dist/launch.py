@@ -112,11 +112,6 @@ def default_device() -> torch.device:
     return torch.device("cpu")
 
 
-def local_rank() -> int:
-    """This rank's number on its own node."""
-    return int(os.environ.get("LOCAL_RANK", dist.get_rank() if dist.is_initialized() else 0))
-
-
 class RankFailed(Exception):
     """A rank that `start_ranks` started ended with an error or died."""
 

@@ -45,11 +45,6 @@ def check_mesh(mesh: DeviceMesh) -> DeviceMesh:
     return mesh
 
 
-def shard_coordinate(mesh: DeviceMesh) -> tuple[int, int]:
-    """This rank's (index, size) on the shard axis."""
-    return mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
-
-
 def replicate_size(mesh: DeviceMesh) -> int:
     """How many copies of the model the mesh holds."""
     return mesh.size(0) if mesh.ndim == 2 else 1

@@ -38,12 +38,6 @@ def _num_counted(counted_PG: torch.Tensor) -> torch.Tensor:
     return counted_PG.sum(dim=1, keepdim=True).clamp(min=1)
 
 
-def batch_normalised(returns: torch.Tensor, counted: torch.Tensor, eps: float = 1e-8) -> torch.Tensor:
-    """REINFORCE++ and PPO: (x - mean) / std over all counted tokens of the global batch."""
-    values = returns[counted]
-    return (returns - values.mean()) / (values.std(unbiased=False) + eps)
-
-
 def gae(
     rewards_T: torch.Tensor, values_T: torch.Tensor, gamma: float, lam: float
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -308,7 +308,7 @@ def _gae(run: Run, batch: Batch, token_rewards: list[torch.Tensor]) -> Batch:
 
 
 def _normalised_over_batch(rows: list[torch.Tensor], masks: list[torch.Tensor]) -> list[torch.Tensor]:
-    """(x - mean) / std over the counted tokens of every rank. Collective: every rank."""
+    """REINFORCE++ and PPO: (x - mean) / std over the counted tokens of every rank. Collective: every rank."""
     counted = (
         torch.cat([row[mask.bool()] for row, mask in zip(rows, masks, strict=True)])
         if rows
