@@ -161,7 +161,7 @@ class _Files:
         self._places: dict[str, tuple[str, int]] = {}
         self._headers: dict[str, bytes] = {}
         self._sizes: dict[str, int] = {}
-        self._problem: OSError | None = None
+        self._problem: Exception | None = None
         for file in mine:
             header: dict[str, Any] = {"__metadata__": {"format": "pt", **WRITER}}
             offset = 0
@@ -191,7 +191,7 @@ class _Files:
             handle.seek(8 + len(self._headers[file]) + offset)
             raw = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
             handle.write(raw.numpy().data)
-        except OSError as error:
+        except Exception as error:  # of the disk, or of memory
             self._problem = error
 
     def finish(self) -> dict[str, int]:
@@ -204,7 +204,8 @@ class _Files:
                 self._problem = self._problem or error
         self.close()
         if self._problem is not None:
-            raise fail("E408", STAGE, f"{self._problem}", rank=dist.get_rank())
+            problem = f"{type(self._problem).__name__}: {self._problem}"
+            raise fail("E408", STAGE, problem, rank=dist.get_rank())
         return self._sizes
 
     def close(self) -> None:

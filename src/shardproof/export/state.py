@@ -177,7 +177,7 @@ class _Save:
         try:
             copies = copy_to_host(ranges)
             snapshot.check(copies)
-        except (MemoryError, RuntimeError) as error:  # ours are RuntimeErrors too
+        except Exception as error:
             problem = error
         share(self.group, problem=problem)
         return copies
@@ -197,7 +197,7 @@ class _Save:
             if snapshot is not None:
                 snapshot.check(ranges)
             mine = [part, [name, size, crc]]
-        except (OSError, ShardproofError) as error:
+        except Exception as error:  # of the disk, of memory or of the device: the others wait for what it says
             problem = error
         parts = share(self.group, mine, problem)
         sums: list[Sum] = [(name, size, crc) for _, (name, size, crc) in parts]
@@ -231,7 +231,7 @@ class _Save:
         if dist.get_rank() == 0:
             try:
                 work()
-            except (OSError, ShardproofError) as error:
+            except Exception as error:
                 problem = error
         share(self.group, problem=problem)
 
