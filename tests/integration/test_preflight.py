@@ -38,12 +38,15 @@ def ahead(folder: Path, *overrides: str, num_ranks: int = 1, num_nodes: int = 1)
 
 @pytest.fixture
 def without(monkeypatch):
-    """Packages that seem not to be installed."""
+    """Packages that seem not to be installed; vLLM seems to be, although these tests run without it."""
     names: set[str] = set()
     find = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *rest: None if name in names else find(name, *rest)
-    )
+
+    def find_spec(name, *rest):
+        return None if name in names else find("torch" if name == "vllm" else name, *rest)
+
+    monkeypatch.setattr(importlib.util, "find_spec", find_spec)
+    monkeypatch.setattr(preflight, "installed_version", lambda: None if "vllm" in names else "0.32.0")
     return names
 
 
