@@ -197,7 +197,7 @@ class _Save:
             if snapshot is not None:
                 snapshot.check(ranges)
             mine = [part, [name, size, crc]]
-        except Exception as error:  # of the disk, of memory or of the device: the others wait for what it says
+        except Exception as error:  # of the disk, memory or the device: the others wait for what it says
             problem = error
         parts = share(self.group, mine, problem)
         sums: list[Sum] = [(name, size, crc) for _, (name, size, crc) in parts]
