@@ -30,9 +30,9 @@ from shardproof.rl.loggers import (
     supersede,
 )
 from shardproof.rl.place import (
+    CHECKPOINTS,
     CRITIC,
     MODEL,
-    POLICY,
     State,
     check_content,
     check_folder,
@@ -108,7 +108,7 @@ class RunFolder:
 
     def _rewind(self, step: int) -> None:
         """Put aside what is later than a step, under names that say so: neither a restart nor a resume prefers it."""
-        for root in (self.path / POLICY, self.path / CRITIC):
+        for root in (self.path / CHECKPOINTS, self.path / CRITIC):
             for later in checkpoint_steps(root):
                 if later > step:
                     self._put_aside(step, root / checkpoint_name(later))
@@ -191,13 +191,13 @@ def go_on(run: Run, folder: RunFolder) -> int:
     with together("output"):
         folder.check_content(run)
     chosen = folder.resume.from_step
-    found = checkpoint_steps(folder.path / POLICY) if chosen is None else (chosen,) * bool(chosen)
+    found = checkpoint_steps(folder.path / CHECKPOINTS) if chosen is None else (chosen,) * bool(chosen)
     if not any(exchange(bool(found))):
         return 0
     policy, critic = run.policy, run.critic
     which = "latest" if chosen is None else checkpoint_name(chosen)
     try:
-        extra = policy.resume(folder.path / POLICY, which)
+        extra = policy.resume(folder.path / CHECKPOINTS, which)
         if critic is not None:
             critic.resume(folder.path / CRITIC, checkpoint_name(extra["step"]))
     except ShardproofError as error:
@@ -227,7 +227,13 @@ def save(run: Run, folder: RunFolder, step: int) -> None:
         )
     extra = {"step": step, "position": run.stream.position}
     save_checkpoint(
-        folder.path / POLICY, policy.model, policy.optimizer, policy.scheduler, extra, step=step, keep=keep
+        folder.path / CHECKPOINTS,
+        policy.model,
+        policy.optimizer,
+        policy.scheduler,
+        extra,
+        step=step,
+        keep=keep,
     )
 
 

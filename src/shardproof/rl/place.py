@@ -28,7 +28,7 @@ from shardproof.rl.same_run import (
 )
 
 SETTINGS_NAME = "config.json"
-POLICY, CRITIC, MODEL = "checkpoints", "critic", "model"
+CHECKPOINTS, CRITIC, MODEL = "checkpoints", "critic", "model"
 _MARK = "shardproof"  # the key that tells a run's config.json from a model's
 # What people keep beside a run before it starts.
 _HARMLESS = (".log", ".txt", ".out", ".err", ".pid", ".toml", ".sh", ".md")
@@ -107,7 +107,7 @@ def read_state(folder: Path) -> State:
     if not _are_digests(digests):
         message = f"{path} is damaged: what it says of data and models cannot be read."
         raise fail("C006", "output", message, fix="put the file back, or use another output.folder")
-    return State(found, digests, checkpoint_steps(folder / POLICY), _last_step(folder))
+    return State(found, digests, checkpoint_steps(folder / CHECKPOINTS), _last_step(folder))
 
 
 def write_settings(folder: Path, recipe: Recipe, digests: Digests) -> None:
@@ -172,7 +172,7 @@ def _require_empty(folder: Path) -> None:
 def _require_step(folder: Path, state: State, step: int) -> None:
     if step not in state.steps:
         there = ", ".join(map(str, state.steps)) or "none"
-        message = f"--from {step}: {folder / POLICY} holds no checkpoint of that step; it has {there}."
+        message = f"--from {step}: {folder / CHECKPOINTS} holds no checkpoint of that step; it has {there}."
         raise fail("C006", "output", message, fix="choose one of these steps, or 0 for the beginning")
 
 
@@ -185,5 +185,5 @@ def _require_checkpoint(folder: Path, state: State) -> None:
     had_one = is_complete or (save_every and state.last_step > save_every)
     if had_one and not state.steps:
         message = f"{folder} holds metrics of {state.last_step} steps, but no checkpoint to resume from."
-        fix = f"put {POLICY}/ back, use another output.folder, or begin again with --from 0"
+        fix = f"put {CHECKPOINTS}/ back, use another output.folder, or begin again with --from 0"
         raise fail("C006", "output", message, fix=fix)

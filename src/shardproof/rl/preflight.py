@@ -32,8 +32,7 @@ from shardproof.model.inventory import take_inventory
 from shardproof.model.roles import POLICY
 from shardproof.model.skeleton import build_skeleton
 from shardproof.rl.checks import model_folder
-from shardproof.rl.place import POLICY as CHECKPOINTS
-from shardproof.rl.place import check_folder, checkpoint_steps
+from shardproof.rl.place import CHECKPOINTS, check_folder, checkpoint_steps
 from shardproof.rl.same_run import Resume
 from shardproof.rollout.vllm_server import VllmSettings, check_settings
 from shardproof.rollout.vllm_versions import installed_version, interface_of
