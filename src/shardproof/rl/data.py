@@ -25,9 +25,11 @@ class Rows(list[Row]):
     """Rows, and where each came from, in words."""
 
     def __init__(self, found: Iterable[Place]):
-        pairs = list(found)
-        super().__init__(row for _, row in pairs)
-        self.places = [place for place, _ in pairs]
+        super().__init__()
+        self.places: list[str] = []
+        for place, row in found:
+            self.append(row)
+            self.places.append(place)
 
 
 @dataclass(frozen=True)
