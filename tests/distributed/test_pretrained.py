@@ -307,8 +307,8 @@ def test_an_adapter_that_another_wrote_is_not_replaced(checkpoint, tmp_path):
 
 def test_what_dead_saves_left_is_removed(checkpoint, tmp_path):
     target = tmp_path / "model"
-    dead, alive = tmp_path / ".partial-model-dead", tmp_path / ".partial-model-alive"
-    for folder in (dead, alive, tmp_path / ".partial-other-dead"):
+    dead, alive = tmp_path / ".partial-model-0000dead", tmp_path / ".partial-model-0000a11e"
+    for folder in (dead, alive, tmp_path / ".partial-other-0000dead"):
         folder.mkdir()
         (folder / "model.safetensors").write_bytes(b"x")
     lock = FolderLock(alive)
@@ -316,8 +316,8 @@ def test_what_dead_saves_left_is_removed(checkpoint, tmp_path):
     run_ranks(2, save_with, checkpoint("llama"), target, {}, {})
     lock.release()
     assert sorted(path.name for path in tmp_path.iterdir()) == [
-        ".partial-model-alive",
-        ".partial-other-dead",
+        ".partial-model-0000a11e",
+        ".partial-other-0000dead",
         "model",
     ]
 
