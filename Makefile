@@ -60,16 +60,20 @@ lint: $(STAMP)
 browser:
 	@command -v chromium >/dev/null || { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium; }
 
+CORE := $(wildcard tests/test_*.py) tests/dist tests/model tests/weights tests/shard tests/train tests/export tests/checkpoints \
+	tests/rollout
+RUNS := tests/rl tests/doctor tests/museum
+
 # The parts: load, step, export, and what goes wrong in them.
 test-core: $(STAMP)
-	$(BIN)/python -m pytest tests/unit tests/distributed tests/invariant tests/faults --ignore=tests/faults/museum -q $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(CORE) --ignore=tests/rollout/vllm -q $(PYTEST_ARGS)
 
 # What is made of them: whole runs, the doctor, and the museum of other people's bugs.
 test-runs: $(STAMP) browser
-	$(BIN)/python -m pytest tests/integration tests/faults/museum -q $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(RUNS) -q $(PYTEST_ARGS)
 
 test-vllm: $(VLLM_STAMP)
-	$(BIN)/python -m pytest tests/vllm -q $(PYTEST_ARGS)
+	$(BIN)/python -m pytest tests/rollout/vllm -q $(PYTEST_ARGS)
 
 test: lint test-core test-runs $(EXTRA_STAGES)
 

@@ -14,7 +14,7 @@ _EXPORTS = {
     "LoadReceipt": "shardproof.shard.sharded_model",
     "attest": "shardproof.shard.attest",
     "AttestCallback": "shardproof.doctor.callback",
-    "RandomInit": "shardproof.checkpoint.source",
+    "RandomInit": "shardproof.weights.source",
     "logprobs": "shardproof.train.score",
     "values": "shardproof.train.score",
     "Batch": "shardproof.train.batching",
@@ -23,8 +23,8 @@ _EXPORTS = {
     "StepResult": "shardproof.train.step",
     "Loss": "shardproof.train.loss",
     "save_pretrained": "shardproof.export.pretrained",
-    "save_checkpoint": "shardproof.export.state",
-    "resume": "shardproof.export.state",
+    "save_checkpoint": "shardproof.checkpoints.state",
+    "resume": "shardproof.checkpoints.state",
     "SharedWeights": "shardproof.export.shared",
     "WeightStream": "shardproof.export.stream",
     "make_optimizer": "shardproof.train.optim",
@@ -45,7 +45,7 @@ _EXPORTS = {
 __all__ = sorted(_EXPORTS)
 
 if TYPE_CHECKING:
-    from shardproof.checkpoint.source import RandomInit
+    from shardproof.checkpoints.state import resume, save_checkpoint
     from shardproof.dist.deadline import deadline
     from shardproof.dist.launch import init_distributed
     from shardproof.dist.mesh import make_mesh
@@ -61,7 +61,6 @@ if TYPE_CHECKING:
     )
     from shardproof.export.pretrained import save_pretrained
     from shardproof.export.shared import SharedWeights
-    from shardproof.export.state import resume, save_checkpoint
     from shardproof.export.stream import WeightStream
     from shardproof.findings import Finding
     from shardproof.shard.attest import attest
@@ -72,6 +71,7 @@ if TYPE_CHECKING:
     from shardproof.train.optim import make_optimizer, make_schedule
     from shardproof.train.score import logprobs, values
     from shardproof.train.step import StepResult, train_step
+    from shardproof.weights.source import RandomInit
 
 
 def __getattr__(name: str) -> Any:

@@ -18,8 +18,8 @@ from shardproof.rollout.vllm_server import VllmSettings
 from shardproof.rollout.vllm_versions import installed_version, interface_of
 from tests.models import make_checkpoint
 from tests.ranks import run_ranks
+from tests.rollout.vllm.support import change, failure, sync
 from tests.sockets import all_loopback, listening, session_of
-from tests.vllm.support import change, failure, sync
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 

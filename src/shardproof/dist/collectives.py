@@ -16,7 +16,7 @@ import torch.distributed as dist
 from shardproof.errors import ShardproofError, error_for
 from shardproof.findings import Finding, merge_findings
 
-# What an error that nobody foresaw is called in each stage; tests/unit/test_together.py knows of every stage.
+# What an error that nobody foresaw is called in each stage; tests/dist/test_together.py knows of every stage.
 UNEXPECTED = {
     **dict.fromkeys(
         ("settings", "source", "skeleton", "adapters", "plan", "materialise", "data", "config", "reference"),

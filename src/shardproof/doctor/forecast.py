@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from shardproof.bounds import require_number
-from shardproof.checkpoint.source import CONFIG_NAME, find_folder, read_config
 from shardproof.doctor.estimate import Estimate, estimate, growth, shape_of
 from shardproof.doctor.probes import adapters
 from shardproof.doctor.request import Request, config_file
 from shardproof.errors import fail
 from shardproof.model.families import check_sequence_parallel
+from shardproof.weights.source import CONFIG_NAME, find_folder, read_config
 
 
 def forecast(request: Request, num_tokens: int) -> list[Estimate]:

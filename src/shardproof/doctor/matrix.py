@@ -7,13 +7,13 @@ from dataclasses import replace
 from itertools import combinations, product
 from typing import Any
 
-from shardproof.checkpoint.source import find_folder, read_config
 from shardproof.doctor.probes import adapters
 from shardproof.doctor.request import Layout, Request
 from shardproof.errors import ShardproofError
 from shardproof.model.families import check_sequence_parallel
 from shardproof.model.roles import POLICY, REFERENCE
 from shardproof.model.skeleton import build_skeleton
+from shardproof.weights.source import find_folder, read_config
 
 Row = dict[str, Any]
 

@@ -9,8 +9,6 @@ import torch
 import torch.distributed as dist
 from transformers import PretrainedConfig
 
-from shardproof.checkpoint.reader import open_checkpoint
-from shardproof.checkpoint.source import find_folder, read_config
 from shardproof.dist.collectives import exchange, share_findings, together
 from shardproof.dist.mesh import make_mesh
 from shardproof.doctor.reference import Reference, score_alone
@@ -34,6 +32,8 @@ from shardproof.train.batching import Batch
 from shardproof.train.optim import make_optimizer
 from shardproof.train.score import Scoring, logprobs, scoring_of, values, vocabulary_size
 from shardproof.train.step import train_step
+from shardproof.weights.reader import open_checkpoint
+from shardproof.weights.source import find_folder, read_config
 
 _NEW_TOKENS = 8
 _MAX_SEQUENCES = 8

@@ -19,7 +19,6 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 from shardproof import __version__
-from shardproof.checkpoint.source import read_config
 from shardproof.dist.collectives import exchange, together
 from shardproof.dist.launch import init_distributed, resolve_device, shut_down
 from shardproof.doctor.matrix import matrix_of
@@ -31,6 +30,7 @@ from shardproof.model.roles import POLICY
 from shardproof.model.skeleton import build_skeleton
 from shardproof.shard.memory import PeakMemory
 from shardproof.text import sanitise_logging
+from shardproof.weights.source import read_config
 
 # After these the ranks' connections are gone, and nothing more can be asked of them.
 _LOST = {"T308", "E406"}

@@ -1,1 +1,1 @@
-"""From shards to a stream of checkpoint tensors, to folders, and to checkpoints that any layout can read."""
+"""From shards to a stream of checkpoint tensors, to shared memory and to Hugging Face folders."""

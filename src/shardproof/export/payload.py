@@ -8,8 +8,6 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from shardproof.checkpoint.boxes import BoxTensor
-from shardproof.checkpoint.mapping import ExportEntry, map_export
 from shardproof.dist.collectives import gather_rows, raise_together
 from shardproof.errors import error_for
 from shardproof.findings import Finding
@@ -22,6 +20,8 @@ from shardproof.shard.local import LocalShard
 from shardproof.shard.plan import ShardPlan
 from shardproof.shard.sharded_model import ShardedModel
 from shardproof.shard.torch_private import clean_name
+from shardproof.weights.boxes import BoxTensor
+from shardproof.weights.mapping import ExportEntry, map_export
 
 _ADAPTER_PREFIX = "base_model.model."
 

@@ -18,12 +18,16 @@ import torch
 import torch.distributed as dist
 from transformers import PretrainedConfig
 
-from shardproof.checkpoint.reader import DTYPES, INDEX_NAME, SINGLE_NAME
 from shardproof.dist.collectives import exchange, together
+from shardproof.dist.shared_folder import check_seen, disk_errors
 from shardproof.errors import fail
-from shardproof.export.folders import check_seen, disk_errors
 from shardproof.export.manifest import ExportReceipt, TensorMeta
-from shardproof.export.model_folder import (
+from shardproof.export.stream import WeightStream
+from shardproof.foreign import open_foreign
+from shardproof.model.lora import ADAPTER
+from shardproof.model.roles import CRITIC
+from shardproof.shard.sharded_model import ShardedModel
+from shardproof.weights.model_folder import (
     ADAPTER_CONFIG,
     ADAPTER_NAME,
     CONFIG_NAME,
@@ -31,11 +35,7 @@ from shardproof.export.model_folder import (
     WRITER,
     ModelFolder,
 )
-from shardproof.export.stream import WeightStream
-from shardproof.foreign import open_foreign
-from shardproof.model.lora import ADAPTER
-from shardproof.model.roles import CRITIC
-from shardproof.shard.sharded_model import ShardedModel
+from shardproof.weights.reader import DTYPES, INDEX_NAME, SINGLE_NAME
 
 _MAX_FILE_BYTES = 4 * 10**9
 _CODES = {dtype: code for code, dtype in DTYPES.items()}

@@ -16,8 +16,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardproof.checkpoint.boxes import Box, Piece, flat_range_boxes, orient
-from shardproof.checkpoint.mapping import Cut, ExportEntry
 from shardproof.digest import digest, digest_tiles
 from shardproof.dist.collectives import exchange, together
 from shardproof.dist.deadline import deadline, mesh_groups
@@ -30,6 +28,8 @@ from shardproof.export.payload import Layout, first_not_finite
 from shardproof.export.stream import WeightStream, agree_to_go_on, make_tensors
 from shardproof.shard.memory import host_memory
 from shardproof.shard.sharded_model import ShardedModel
+from shardproof.weights.boxes import Box, Piece, flat_range_boxes, orient
+from shardproof.weights.mapping import Cut, ExportEntry
 
 _ALIGNMENT = 64
 _DEADLINE_S = 600.0

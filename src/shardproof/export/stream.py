@@ -10,8 +10,6 @@ from types import TracebackType
 import torch
 import torch.distributed as dist
 
-from shardproof.checkpoint.boxes import BoxTensor, orient
-from shardproof.checkpoint.mapping import ExportEntry
 from shardproof.digest import digest, digest_tiles
 from shardproof.dist.collectives import exchange, gather_rows
 from shardproof.dist.deadline import deadline, mesh_groups
@@ -22,6 +20,8 @@ from shardproof.export.manifest import ExportReceipt, Manifest, TensorMeta
 from shardproof.export.payload import Layout, Payload, check_entries, first_not_finite
 from shardproof.findings import Finding
 from shardproof.shard.sharded_model import ShardedModel
+from shardproof.weights.boxes import BoxTensor, orient
+from shardproof.weights.mapping import ExportEntry
 
 BUCKET_BYTES = 64 * 2**20
 _DEADLINE_S = 600.0

@@ -8,7 +8,6 @@ from typing import Any
 
 from transformers import AutoTokenizer, PretrainedConfig
 
-from shardproof.checkpoint.source import check_tokenizer_keys, find_folder, read_config, resolve_folder
 from shardproof.config.schema import Model, Recipe
 from shardproof.errors import fail
 from shardproof.model.families import check_sequence_parallel, max_positions
@@ -20,6 +19,7 @@ from shardproof.rl.reward_functions import find_reward
 from shardproof.rl.stop_ids import find_stop_ids
 from shardproof.rl.templates import panics_as_errors
 from shardproof.shard.plan import plan_shards
+from shardproof.weights.source import check_tokenizer_keys, find_folder, read_config, resolve_folder
 
 
 @dataclass(frozen=True)

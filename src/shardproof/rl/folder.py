@@ -11,12 +11,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardproof.checkpoints.folders import checkpoint_name
+from shardproof.checkpoints.state import save_checkpoint
 from shardproof.config.schema import Recipe
 from shardproof.dist.collectives import exchange, together
 from shardproof.errors import ShardproofError, error_for, fail
-from shardproof.export.folders import checkpoint_name
 from shardproof.export.pretrained import save_pretrained
-from shardproof.export.state import save_checkpoint
 from shardproof.files import FolderLock, append_line, current_folder, replace_folder
 from shardproof.rl.experience import Experience
 from shardproof.rl.loggers import (

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from shardproof.checkpoints.folders import list_checkpoints, step_of
 from shardproof.config.load import to_json
 from shardproof.config.schema import Recipe
 from shardproof.errors import ShardproofError, fail
-from shardproof.export.folders import list_checkpoints, step_of
 from shardproof.files import write_atomic
 from shardproof.foreign import is_inside, read_json
 from shardproof.rl.data import Prompt

@@ -22,8 +22,6 @@ import torch
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from shardproof.checkpoint.reader import open_checkpoint
-from shardproof.checkpoint.source import find_folder, read_config
 from shardproof.config.schema import Recipe
 from shardproof.errors import ShardproofError
 from shardproof.files import LOCK_NAME, FolderLock
@@ -36,6 +34,8 @@ from shardproof.rl.place import CHECKPOINTS, check_folder, checkpoint_steps
 from shardproof.rl.same_run import Resume
 from shardproof.rollout.vllm_server import VllmSettings, check_settings
 from shardproof.rollout.vllm_versions import installed_version, interface_of
+from shardproof.weights.reader import open_checkpoint
+from shardproof.weights.source import find_folder, read_config
 
 _GIB = 2**30
 _PROCESS_BYTES = 150 * 2**20  # of a rank that has imported torch and holds nothing

@@ -16,13 +16,13 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from shardproof.checkpoint.reader import open_checkpoint
-from shardproof.checkpoint.source import find_folder
 from shardproof.config.load import all_keys, to_json
 from shardproof.config.schema import Recipe
 from shardproof.errors import ShardproofError, did_you_mean, fail
 from shardproof.foreign import read_foreign
 from shardproof.rl.data import Prompt, rows_digest
+from shardproof.weights.reader import open_checkpoint
+from shardproof.weights.source import find_folder
 
 # A key stands for all keys below it. A key that is in none of these sets is fixed; a test asks for every key's place.
 FREE = {

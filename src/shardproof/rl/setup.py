@@ -11,12 +11,11 @@ import torch.distributed as dist
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import PretrainedConfig
 
-from shardproof.checkpoint.source import RandomInit
+from shardproof.checkpoints.state import resume
 from shardproof.config.schema import Recipe, Rewards, Role
 from shardproof.dist.collectives import exchange, together
 from shardproof.dist.launch import init_distributed
 from shardproof.dist.mesh import make_mesh
-from shardproof.export.state import resume
 from shardproof.export.stream import WeightStream
 from shardproof.rl.agreement import agree_on
 from shardproof.rl.checks import check_inputs, make_lora
@@ -27,6 +26,7 @@ from shardproof.rollout.local import EmbeddedEngine, ShardedEngine
 from shardproof.shard.load import load
 from shardproof.shard.sharded_model import ShardedModel
 from shardproof.train.optim import make_optimizer, make_schedule
+from shardproof.weights.source import RandomInit
 
 
 @dataclass

@@ -9,9 +9,6 @@ from functools import partial
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from shardproof.checkpoint.boxes import Piece, orient
-from shardproof.checkpoint.mapping import CheckpointMap, map_checkpoint
-from shardproof.checkpoint.reader import TensorEntry
 from shardproof.dist.collectives import exchange, raise_together, together
 from shardproof.errors import fail
 from shardproof.export.manifest import ExportReceipt
@@ -23,6 +20,9 @@ from shardproof.rollout.decode import decode, last_logits
 from shardproof.rollout.engine import Completion, Request, Sampling
 from shardproof.rollout.static import FixedDecoder, fits
 from shardproof.shard.sharded_model import ShardedModel
+from shardproof.weights.boxes import Piece, orient
+from shardproof.weights.mapping import CheckpointMap, map_checkpoint
+from shardproof.weights.reader import TensorEntry
 
 
 class EmbeddedEngine:

@@ -12,7 +12,7 @@ from shardproof.errors import fail
 from shardproof.text import printable
 
 _FIRST, _LAST = (0, 26), (0, 32)
-# What a version is the first to have. tests/vllm/test_versions.py has a row for each version.
+# What a version is the first to have. tests/rollout/vllm/test_versions.py has a row for each version.
 _SCALE_OUT_FLAG = (0, 30)
 _WEIGHT_VERSIONS = (0, 32)
 _SENDERS = (0, 29)

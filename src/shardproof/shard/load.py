@@ -17,8 +17,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from tqdm import tqdm
 
-from shardproof.checkpoint.reader import Checkpoint, SliceSource
-from shardproof.checkpoint.source import RandomInit, ResolvedSource
 from shardproof.dist.collectives import raise_together, together
 from shardproof.dist.launch import init_distributed
 from shardproof.dist.sequence import make_sequence_group
@@ -50,6 +48,8 @@ from shardproof.shard.settings import (
 from shardproof.shard.sharded_model import LoadReceipt, ShardedModel
 from shardproof.shard.staging import Staging
 from shardproof.shard.torch_private import clean_name, sum_gradients
+from shardproof.weights.reader import Checkpoint, SliceSource
+from shardproof.weights.source import RandomInit, ResolvedSource
 
 _PROGRESS_AFTER_S = 3.0
 

@@ -9,15 +9,15 @@ from typing import NamedTuple
 import torch
 from transformers import PreTrainedModel
 
-from shardproof.checkpoint.boxes import Box, BoxTensor, Run, Slice, flat_range_boxes, orient
-from shardproof.checkpoint.mapping import WholeConversion
-from shardproof.checkpoint.reader import Checkpoint, SliceSource
 from shardproof.errors import fail
 from shardproof.model.initial import draw, initialise_whole
 from shardproof.shard.ledger import Ledger
 from shardproof.shard.local import LocalShard
 from shardproof.shard.plan import ShardPlan
 from shardproof.shard.staging import Staging
+from shardproof.weights.boxes import Box, BoxTensor, Run, Slice, flat_range_boxes, orient
+from shardproof.weights.mapping import WholeConversion
+from shardproof.weights.reader import Checkpoint, SliceSource
 
 Progress = Callable[[int], None]
 _MANY_RUNS = 16

@@ -9,9 +9,6 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from shardproof.checkpoint.boxes import BoxTensor
-from shardproof.checkpoint.mapping import CheckpointMap, WholeConversion, check_coverage, map_checkpoint
-from shardproof.checkpoint.reader import Checkpoint
 from shardproof.errors import fail
 from shardproof.model import hf_private
 from shardproof.model.hf_private import WeightTransform
@@ -21,6 +18,9 @@ from shardproof.model.lora import base_name, is_adapter
 from shardproof.model.roles import CRITIC, VALUE_HEAD
 from shardproof.model.skeleton import Skeleton
 from shardproof.shard.ledger import Writer
+from shardproof.weights.boxes import BoxTensor
+from shardproof.weights.mapping import CheckpointMap, WholeConversion, check_coverage, map_checkpoint
+from shardproof.weights.reader import Checkpoint
 
 Origin = BoxTensor | WholeConversion | InitSpec
 

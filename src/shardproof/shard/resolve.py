@@ -11,8 +11,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from shardproof.checkpoint.reader import Checkpoint
-from shardproof.checkpoint.source import (
+from shardproof.dist.collectives import exchange, together
+from shardproof.errors import fail
+from shardproof.shard.serve import choose_servers
+from shardproof.weights.reader import Checkpoint
+from shardproof.weights.source import (
     RandomInit,
     ResolvedSource,
     config_from_dict,
@@ -20,9 +23,6 @@ from shardproof.checkpoint.source import (
     resolve_folder,
     resolve_random,
 )
-from shardproof.dist.collectives import exchange, together
-from shardproof.errors import fail
-from shardproof.shard.serve import choose_servers
 
 
 def agree(stage: str, code: str, what: str, value: Any) -> None:

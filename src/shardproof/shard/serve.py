@@ -14,15 +14,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardproof.checkpoint.boxes import Box, BoxTensor
-from shardproof.checkpoint.mapping import WholeConversion
-from shardproof.checkpoint.reader import Checkpoint
 from shardproof.dist.collectives import control_group, exchange
 from shardproof.errors import fail
 from shardproof.shard.local import LocalShard
 from shardproof.shard.materialise import list_reads
 from shardproof.shard.plan import ShardPlan
 from shardproof.shard.staging import Staging
+from shardproof.weights.boxes import Box, BoxTensor
+from shardproof.weights.mapping import WholeConversion
+from shardproof.weights.reader import Checkpoint
 
 _BUCKET_BYTES = 64 * 2**20
 _FAILED = -1

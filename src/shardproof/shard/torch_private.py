@@ -1,6 +1,6 @@
 """What this project needs of torch FSDP's private interface, in one place.
 
-tests/unit/test_private_interfaces.py fails when one of these moves.
+tests/test_private_interfaces.py fails when one of these moves.
 """
 
 from __future__ import annotations

@@ -1,1 +1,0 @@
-"""Checkpoint files: where they are, what is in them, which bytes a parameter needs."""

@@ -1,0 +1,1 @@
+"""A run's state on disk: saved beside training, resumed by any layout."""

@@ -1,0 +1,204 @@
+"""The folders that a run's checkpoints lie in: which are complete, how one is published, what its files must hold."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import zlib
+from collections.abc import Iterable
+from pathlib import Path
+
+from shardproof.errors import fail
+from shardproof.files import (
+    PARTIAL,
+    REMOVED,
+    REPLACED,
+    current_folder,
+    remove_folder,
+    replace_folder,
+    write_atomic,
+)
+from shardproof.foreign import open_foreign, read_foreign
+
+STATE_NAME = "state.json"
+CHECKSUMS_NAME = "checksums.txt"
+_PICKLED_INDEX = ".metadata"  # of torch DCP's own checkpoints
+_STEP_PATTERN = re.compile(r"step-(\d{1,18})")
+_CHUNK_BYTES = 8 * 2**20
+
+Sum = tuple[str, int, int]  # a file's name, its size, its checksum
+
+
+def checkpoint_name(step: int) -> str:
+    """The name of a step's folder."""
+    return f"step-{step:08d}"
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step in the name of a checkpoint that `list_checkpoints` found."""
+    return int(checkpoint.name.removeprefix("step-"))
+
+
+def list_checkpoints(root: Path) -> list[Path]:
+    """The complete checkpoints of a run, oldest first, under their names; `current_folder` says where each lies."""
+    names = {path.name.removeprefix(REPLACED) for path in root.iterdir() if path.is_dir()}
+    found = [(int(match[1]), root / name) for name in names if (match := _STEP_PATTERN.fullmatch(name))]
+    return [path for _, path in sorted(found)]
+
+
+def find_checkpoint(folder: Path, which: str) -> Path:
+    """The asked checkpoint's folder."""
+    itself = current_folder(folder)
+    is_one = any((itself / name).exists() for name in (STATE_NAME, CHECKSUMS_NAME))
+    if is_one or (_STEP_PATTERN.fullmatch(folder.name) and itself.is_dir()):
+        return itself
+    found = list_checkpoints(folder) if folder.is_dir() else []
+    if not found:
+        raise fail("E407", "resume", f"{folder} holds no complete checkpoint.")
+    if which == "latest":
+        return current_folder(found[-1])
+    named = [path for path in found if path.name == which]
+    if not named:
+        raise fail(
+            "E407", "resume", f"{folder} has no {which!r}; it has {', '.join(path.name for path in found)}."
+        )
+    return current_folder(named[0])
+
+
+def name_of(folder: Path) -> str:
+    """A checkpoint's name, wherever it lies."""
+    return folder.name.removeprefix(REPLACED)
+
+
+def clear_leftovers(root: Path) -> None:
+    """Remove what ended saves left, and bring back a checkpoint that one left aside. The caller holds the root's lock."""
+    for path in list(root.iterdir()):
+        if path.name.startswith((PARTIAL, REMOVED)):
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+        elif path.name.startswith(REPLACED):
+            final = root / name_of(path)
+            if final.exists():
+                remove_folder(path)
+            else:
+                os.rename(path, final)
+
+
+def publish(root: Path, partial: Path, final: Path, keep: int | None) -> None:
+    """Give a complete folder its name, and drop what is no longer kept.
+
+    Trouble with what is dropped is no trouble of the checkpoint that is there: the next save tries again.
+    """
+    sums = (partial / CHECKSUMS_NAME).read_bytes()
+    try:
+        replace_folder(partial, final)
+    except OSError:
+        if not _holds(final, sums):
+            raise
+    with contextlib.suppress(OSError):
+        for old in list_checkpoints(root)[:-keep] if keep is not None else []:
+            if old != final:
+                remove_folder(old)
+
+
+def _holds(folder: Path, sums: bytes) -> bool:
+    try:
+        return (folder / CHECKSUMS_NAME).read_bytes() == sums
+    except OSError:
+        return False
+
+
+# Checksums.
+
+
+def sums_of(folder: Path, names: Iterable[str]) -> list[Sum]:
+    """Size and checksum of files as they lie on disk."""
+    return [(name, (folder / name).stat().st_size, checksum(folder / name)) for name in sorted(names)]
+
+
+def write_sums(folder: Path, sums: Iterable[Sum]) -> None:
+    """Note the sums of all other files, and in the last line the sum of the lines before it."""
+    lines = "".join(f"{crc:08x} {size} {name}\n" for name, size, crc in sorted(sums))
+    write_atomic(folder / CHECKSUMS_NAME, lines + _last_line(lines.encode()))
+
+
+def _last_line(raw: bytes) -> str:
+    return f"{zlib.crc32(raw):08x} {len(raw)} {CHECKSUMS_NAME}\n"
+
+
+def read_sums(folder: Path) -> dict[str, tuple[int, int]]:
+    """{file: (size, checksum)} as noted, if the note is whole and the folder has just these files, of these sizes."""
+    label = name_of(folder)
+    if (folder / _PICKLED_INDEX).exists():
+        message = (
+            f"{label}: its index is a pickle, {_PICKLED_INDEX}: reading it could run code, so it is not read."
+        )
+        raise fail("E409", "resume", message)
+    if not (folder / CHECKSUMS_NAME).exists():
+        message = (
+            f"{label}: {CHECKSUMS_NAME} is missing: the checkpoint is damaged, or older than version 0.1.0."
+        )
+        raise fail("E407", "resume", message)
+    raw = read_foreign(folder / CHECKSUMS_NAME, "resume", code="E407")
+    body = raw[: raw.rfind(b"\n", 0, -1) + 1]
+    if raw[len(body) :] != _last_line(body).encode():
+        raise fail("E407", "resume", f"{label}: {CHECKSUMS_NAME} holds other bytes than were written.")
+    rows = [line.split(" ", 2) for line in body.decode(errors="replace").splitlines()]
+    try:
+        noted = {name: (int(size), int(crc, 16)) for crc, size, name in rows}
+    except ValueError as error:
+        raise fail("E407", "resume", f"{label}: {CHECKSUMS_NAME} cannot be read: {error}.") from error
+    _check_listing(folder, noted)
+    return noted
+
+
+def _check_listing(folder: Path, noted: dict[str, tuple[int, int]]) -> None:
+    label, found = name_of(folder), {path.name for path in folder.iterdir()} - {CHECKSUMS_NAME}
+    for name in sorted(found - noted.keys()):
+        raise fail("E407", "resume", f"{label}: no checksum of {name} was noted.", tensor=name)
+    for name, (size, _) in sorted(noted.items()):
+        there = (folder / name).stat().st_size if name in found else None
+        if there != size:
+            message = (
+                f"{label}: {name} is missing."
+                if there is None
+                else f"{label}: {name} has {there} bytes of {size}."
+            )
+            raise fail("E407", "resume", message, tensor=name)
+
+
+def check_sums(folder: Path, noted: dict[str, tuple[int, int]], rank: int, num_ranks: int) -> None:
+    """Raise if a file's bytes are not those that were written. Each rank reads its share of the files."""
+    for name in sorted(noted)[rank::num_ranks]:
+        _compare(folder, name, checksum(folder / name), noted)
+
+
+def read_checked(folder: Path, name: str, noted: dict[str, tuple[int, int]]) -> bytes:
+    """A file's content, compared with its checksum: what is read here is what is used."""
+    if name not in noted:
+        raise fail("E407", "resume", f"{name_of(folder)}: {name} is missing.", tensor=name)
+    raw = read_foreign(folder / name, "resume", code="E407", inside=folder)
+    _compare(folder, name, zlib.crc32(raw), noted)
+    return raw
+
+
+def _compare(folder: Path, name: str, crc: int, noted: dict[str, tuple[int, int]]) -> None:
+    if crc != noted[name][1]:
+        message = f"{name_of(folder)}: {name} holds other bytes than were written."
+        raise fail("E407", "resume", message, tensor=name)
+
+
+def checksum(path: Path) -> int:
+    """CRC-32 of a file: as fast as memory, and it sees what disks and copies do; it is no defence against forgery."""
+    value = 0
+    with open_foreign(path, "checkpoint", code="E407", inside=path.parent) as file:
+        try:
+            while chunk := file.read(_CHUNK_BYTES):
+                value = zlib.crc32(chunk, value)
+        except OSError as error:
+            raise fail("E407", "resume", f"{path} cannot be read: {error.strerror}.") from error
+    return value

@@ -1,0 +1,218 @@
+"""The catalogue of the museum: public bugs of this class, what happened there, and what names them here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tests.ranks import run_ranks
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One public bug. `codes` are those that the injected fault is caught with."""
+
+    title: str
+    link: str
+    there: str  # what the peer did
+    codes: tuple[str, ...]
+    here: str  # what happens here instead
+
+
+_GITHUB = "https://github.com"
+
+PIECES: dict[str, Piece] = {
+    "skyrl-1709": Piece(
+        "SkyRL 1709",
+        f"{_GITHUB}/NovaSky-AI/SkyRL/issues/1709",
+        "A meta model is cast to bf16 as a whole; `to_empty` gives the rotary frequencies memory that a broadcast of "
+        "another dtype does not write; log-probs are NaN on all ranks but one.",
+        ("S208", "S209"),
+        "attest names buffer, rank and dtype; load computes buffers on every rank and casts parameters only",
+    ),
+    "skyrl-1370-skip": Piece(
+        "SkyRL 1370, skipped steps",
+        f"{_GITHUB}/NovaSky-AI/SkyRL/pull/1370",
+        "A rank with a gradient that is not finite skips the optimizer alone, and the others wait in it.",
+        ("T302",),
+        "one exchange decides for all ranks; the result names rank, micro-batch and tensor",
+    ),
+    "skyrl-1370-zeroed": Piece(
+        "SkyRL 1370, zeroed gradients",
+        f"{_GITHUB}/NovaSky-AI/SkyRL/pull/1370",
+        "To keep the ranks together gradients are zeroed and the step is taken: weight decay and moments still move "
+        "the weights.",
+        ("T302",),
+        "a skipped step leaves parameters, moments, schedule and version as they were",
+    ),
+    "skyrl-1370-metrics": Piece(
+        "SkyRL 1370, metrics",
+        f"{_GITHUB}/NovaSky-AI/SkyRL/pull/1370",
+        "Metrics are all-reduced after each micro-batch while backward reductions are in flight; a rank with other "
+        "metrics leaves the rest waiting.",
+        ("T306",),
+        "metrics travel in the one exchange after the last micro-batch, by name",
+    ),
+    "skyrl-1370-experts": Piece(
+        "SkyRL 1370, experts without tokens",
+        f"{_GITHUB}/NovaSky-AI/SkyRL/pull/1370",
+        "Experts without tokens change the graph, and recomputation takes another route than the forward pass.",
+        ("T302",),
+        "the routing of the forward pass is replayed; an expert that is not finite is named",
+    ),
+    "skyrl-1370-router": Piece(
+        "SkyRL 1370, router logits",
+        f"{_GITHUB}/NovaSky-AI/SkyRL/pull/1370",
+        "`output_router_logits` is set on models without a router, and models that say `num_experts` are missed.",
+        ("C001",),
+        "what configs call their experts is data; a router setting for a dense model is refused by name",
+    ),
+    "skyrl-1767": Piece(
+        "SkyRL 1767",
+        f"{_GITHUB}/NovaSky-AI/SkyRL/issues/1767",
+        "Training with FSDP became unstable with no error. It looks like an optimizer that was built while tied "
+        "parameters were two objects, and updates an orphan.",
+        ("S203", "S211", "S212"),
+        "attest counts ties and compares the optimizer's parameters with the model's",
+    ),
+    "skyrl-1822": Piece(
+        "SkyRL 1822",
+        f"{_GITHUB}/NovaSky-AI/SkyRL/issues/1822",
+        "Entropy and other metrics are means of means over micro-batches and ranks; a rank whose tokens are all "
+        "masked reports nothing, and the others wait (1817).",
+        ("T306",),
+        "sums and counts are reduced over the global batch; a rank without a metric is named",
+    ),
+    "transformers-45050": Piece(
+        "transformers 45050",
+        f"{_GITHUB}/huggingface/transformers/pull/45050",
+        "Memory-saving loading leaves `empty_like` placeholders on all ranks but one; they hold NaN, and generation "
+        "dies in `multinomial`.",
+        ("S205",),
+        "attest names tensor and rank; load has no placeholders",
+    ),
+    "transformers-45649": Piece(
+        "transformers 45649",
+        f"{_GITHUB}/huggingface/transformers/pull/45649",
+        "The fix of 45050 fills the placeholders with zeros: nothing fails any more, and every rank commits the memory "
+        "of a whole model.",
+        ("S206",),
+        "attest calls a module that is mostly zeros by its name; a load's peak is its shard",
+    ),
+    "transformers-48892": Piece(
+        "transformers 48892",
+        f"{_GITHUB}/huggingface/transformers/issues/48892",
+        "`from_pretrained` replaces non-persistent buffers by unwritten memory; a model whose `_init_weights` does not "
+        "know them keeps garbage, the same on all ranks.",
+        ("S209", "S204"),
+        "computed buffers are compared with a fresh computation; one that nothing writes stops the load",
+    ),
+    "verl-6188": Piece(
+        "verl 5995 and 6188",
+        f"{_GITHUB}/verl-project/verl/pull/6188",
+        "With CPU offload the module is moved to the GPU to ask for its weights; FSDP's bookkeeping does not follow, "
+        "and the weight sync crashes.",
+        ("E401",),
+        "the export moves nothing, and names a parameter that somebody moved",
+    ),
+    "verl-6405": Piece(
+        "verl 6405",
+        f"{_GITHUB}/verl-project/verl/pull/6405",
+        "Buffers are broadcast in the order of `named_buffers`, which differs between ranks: unequal sizes hang, equal "
+        "sizes are swapped.",
+        ("S207", "S209"),
+        "buffers are compared by name on every rank",
+    ),
+    "verl-7014": Piece(
+        "verl 7014",
+        f"{_GITHUB}/verl-project/verl/pull/7014",
+        "Merged LoRA weights are read after the merge was undone: the engine gets the base, and every sync succeeds.",
+        ("E405",),
+        "a payload that did not change although the model did is a finding on the receipt",
+    ),
+    "verl-7495": Piece(
+        "verl 7495",
+        f"{_GITHUB}/verl-project/verl/issues/7495",
+        "The adapter is never sent; the engine samples from the first policy for the whole run.",
+        ("E404",),
+        "what a receiver holds is compared with the manifest; each adapter tensor that did not arrive is named",
+    ),
+    "verl-7834": Piece(
+        "verl 7834",
+        f"{_GITHUB}/verl-project/verl/issues/7834",
+        "`to_empty` gives a tied head storage of its own; values are still right, and from the first step embedding "
+        "and head drift apart.",
+        ("S203",),
+        "ties are first class: made before sharding, counted by attest",
+    ),
+    "trl-5312": Piece(
+        "TRL 5312",
+        f"{_GITHUB}/huggingface/trl/issues/5312",
+        "`generate` reloads the engine's weights from disk after the sync: it samples from the base model.",
+        ("E404", "R503"),
+        "the receiver is compared with the manifest, and a canary with the trainer's log-probs",
+    ),
+    "torchtitan-4226": Piece(
+        "torchtitan 4226 and 4783",
+        f"{_GITHUB}/pytorch/torchtitan/pull/4226",
+        "A loss that is not finite is looked at where metrics are logged: after the optimizer, or not at all.",
+        ("T302",),
+        "every micro-batch's loss is part of the verdict, before anything is updated",
+    ),
+    "accelerate-alone": Piece(
+        "accelerate, a rank that raises alone",
+        f"{_GITHUB}/huggingface/accelerate/pull/3982",
+        "One rank meets an error, or other keys than the rest, in the middle of a collective load; the others wait "
+        "until the backend gives up.",
+        ("L100",),
+        "errors are exchanged before any rank raises; all raise the same one, with the rank's name",
+    ),
+    "vllm-42821": Piece(
+        "vLLM 42821 and SkyRL 1680",
+        f"{_GITHUB}/vllm-project/vllm/issues/42821",
+        "The second `load_weights` writes experts into a layout that the first one changed: gate and up swap places.",
+        ("E404", "R503"),
+        "the manifest names each expert tensor that differs; the canary sees it in the log-probs",
+    ),
+    "vllm-tied-head": Piece(
+        "vLLM on CPU, the stale tied head",
+        f"{_GITHUB}/vllm-project/vllm",
+        "The packed copy of a tied head is made at the first load and never again: every byte arrives, the version is "
+        "set, and the old head goes on sampling.",
+        ("R503",),
+        "only a canary sees it, and it does",
+    ),
+    "ms-swift-10154": Piece(
+        "ms-swift 10154",
+        f"{_GITHUB}/modelscope/ms-swift/issues/10154",
+        "Merging LoRA in place and undoing it for every sync drifts bf16 base weights.",
+        ("E404",),
+        "merging is out of place; a base that is no longer the checkpoint's is named tensor by tensor",
+    ),
+}  # fmt: skip
+
+# Their real counterparts need the engine itself; tests/rollout/vllm covers those.
+NEED_VLLM = ("trl-5312", "vllm-42821", "vllm-tied-head")
+
+exhibited: dict[str, list[str]] = {}
+
+
+def piece(name: str):
+    """Marks a test as an exhibit of the piece of this name."""
+    assert name in PIECES, name
+
+    def mark(test):
+        exhibited.setdefault(name, []).append(test.__name__)
+        return test
+
+    return mark
+
+
+def summary(findings) -> set[tuple[str, int | None, str | None]]:
+    return {(finding.code, finding.rank, finding.tensor) for finding in findings}
+
+
+def findings_of(fn, *args, num_ranks: int = 2):
+    """The findings that every rank returns, as (code, rank, tensor); the same list on each."""
+    replies = run_ranks(num_ranks, fn, *args, timeout=90)
+    assert all(reply == replies[0] for reply in replies), replies
+    return summary(replies[0])

@@ -1,0 +1,72 @@
+"""A run's claim on its folder: what beginning again puts aside, and what the run notices that others do to it."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from shardproof.config.load import from_json
+from shardproof.errors import ShardproofError
+from shardproof.rl.folder import RunFolder
+from shardproof.rl.place import check_folder, checkpoint_steps
+from shardproof.rl.same_run import Resume
+from tests.ranks import run_ranks
+from tests.rl.runs import small_recipe
+from tests.rl.test_place import make_run
+
+
+def claim_from(recipe: str, step: int | None) -> None:
+    """Claim and release; module-level, for `run_ranks`."""
+    from shardproof.dist.launch import init_distributed
+
+    init_distributed()
+    folder = RunFolder(from_json(recipe), Resume((), step))
+    folder.claim()
+    folder.release()
+
+
+def test_a_run_that_began_again_may_be_started_again(tmp_path):
+    """A rank is lost after the first step of `--from 0` in the folder of a complete run: restarts have no `--from`."""
+    folder = make_run(tmp_path / "run", steps=6, checkpoints=[4, 6], model=True)
+    (folder / "model" / "name").write_text("old")
+    recipe = small_recipe(folder)
+    run_ranks(1, claim_from, recipe, 0)
+    assert (folder / "superseded-model" / "name").read_text() == "old"
+    (folder / "metrics.jsonl").write_text('{"step": 1, "time": 1.0, "metrics": {}}\n')
+    assert check_folder(from_json(recipe)).last_step == 1
+
+
+def test_a_checkpoint_that_a_replacement_left_aside_is_put_aside_too(tmp_path):
+    folder = make_run(tmp_path / "run", steps=6, checkpoints=[2, 4, 6])
+    checkpoints = folder / "checkpoints"
+    (checkpoints / "step-00000006").rename(checkpoints / ".replaced-step-00000006")
+    run_ranks(1, claim_from, small_recipe(folder), 2)
+    assert checkpoint_steps(checkpoints) == (2,)
+    assert (checkpoints / "superseded-step-00000006").is_dir()
+
+
+def two_runs(recipe: str, place: str) -> str:
+    """What the first run says at the end of its step after its folder was removed and another run began there."""
+    from shardproof.dist.launch import init_distributed
+
+    init_distributed()
+    first, second = RunFolder(from_json(recipe)), RunFolder(from_json(recipe))
+    first.claim()
+    assert first.end_step(0) == 0
+    shutil.rmtree(place)
+    second.claim()
+    try:
+        assert second.end_step(0) == 0
+        with pytest.raises(ShardproofError) as caught:
+            first.end_step(0)
+    finally:
+        second.release()
+    return str(caught.value)
+
+
+def test_a_run_whose_folder_was_removed_does_not_write_into_the_next_ones(tmp_path: Path):
+    recipe = small_recipe(tmp_path / "run")
+    (said,) = run_ranks(1, two_runs, recipe, str(tmp_path / "run"))
+    assert "E408" in said and "was removed, moved or replaced" in said

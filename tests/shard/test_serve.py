@@ -1,0 +1,208 @@
+"""Only some ranks see the checkpoint: the others are sent their slices, and hold what they would have read."""
+
+import shutil
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
+
+import shardproof as sp
+from shardproof.shard import serve
+from shardproof.shard.staging import Staging
+from shardproof.weights.reader import Checkpoint
+from tests.models import make_checkpoint
+from tests.ranks import run_ranks, run_ranks_outcomes
+from tests.shard.test_bad_checkpoints import assert_all_raise
+
+NOWHERE = "/no/such/folder"
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """{family: folder}, each made once."""
+    families = ("llama", "qwen3_moe", "llama_tied")
+    return {family: make_checkpoint(tmp_path_factory.mktemp(family), family) for family in families}
+
+
+def full_state(policy):
+    """{name: whole parameter or persistent buffer}. Collective: every rank."""
+    if policy.strategy == "fsdp2":
+        state = {
+            name: param.full_tensor() if isinstance(param, DTensor) else param
+            for name, param in policy.named_parameters()
+        }
+        return {name: param.detach().clone() for name, param in state.items()}
+    with FullyShardedDataParallel.summon_full_params(policy.module, writeback=False):
+        return {name: param.detach().clone() for name, param in policy.named_parameters()}
+
+
+def differing_names(policy, folder):
+    """Names whose values are not those of from_pretrained."""
+    expected = dict(AutoModelForCausalLM.from_pretrained(folder).named_parameters())
+    state = full_state(policy)
+    assert state.keys() == expected.keys()
+    return [name for name, value in state.items() if not torch.equal(value, expected[name])]
+
+
+def load_served(folder, readers, strategy, bucket_bytes=None, **options):
+    """Load with the files on `readers` alone; (differing names, served_by, bytes read, bytes of the shard)."""
+    source = folder if dist.get_rank() in readers else NOWHERE
+    with pytest.MonkeyPatch.context() as patch:
+        if bucket_bytes is not None:
+            patch.setattr(serve, "_BUCKET_BYTES", bucket_bytes)
+        policy = sp.load(source, strategy=strategy, compute_dtype=torch.float32, **options)
+    receipt = policy.receipt
+    return differing_names(policy, folder), receipt.served_by, receipt.bytes_read, receipt.shard_bytes
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp1"])
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "llama_tied"])
+def test_ranks_without_files_hold_what_the_checkpoint_holds(checkpoints, family, num_ranks, strategy):
+    results = run_ranks(num_ranks, load_served, checkpoints[family], [0], strategy)
+    assert [differing for differing, *_ in results] == [[]] * num_ranks
+    assert [served_by for _, served_by, *_ in results] == [None] + [0] * (num_ranks - 1)
+    for _, _, bytes_read, shard_bytes in results:
+        assert bytes_read == shard_bytes
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp1"])
+@pytest.mark.parametrize("bucket_bytes", [1, 20_000])
+def test_buckets_smaller_than_the_model(checkpoints, bucket_bytes, strategy):
+    results = run_ranks(3, load_served, checkpoints["qwen3_moe"], [0], strategy, bucket_bytes)
+    assert [differing for differing, *_ in results] == [[], [], []]
+
+
+@pytest.mark.parametrize(("readers", "served_by"), [([1], [1, None, 1]), ([1, 2], [1, None, None])])
+def test_any_rank_can_serve(checkpoints, readers, served_by):
+    results = run_ranks(3, load_served, checkpoints["llama"], readers, "fsdp2")
+    assert [differing for differing, *_ in results] == [[], [], []]
+    assert [result[1] for result in results] == served_by
+
+
+def test_no_rank_is_served_when_all_have_the_files(checkpoints):
+    results = run_ranks(2, load_served, checkpoints["llama"], [0, 1], "fsdp2")
+    assert [result[1] for result in results] == [None, None]
+
+
+def load_logits(folder, readers, strategy):
+    source = folder if dist.get_rank() in readers else NOWHERE
+    policy = sp.load(source, role="reference", strategy=strategy, compute_dtype=torch.float32)
+    tokens = torch.arange(1, 13).view(1, -1)
+    with torch.no_grad():
+        expected = AutoModelForCausalLM.from_pretrained(folder).eval()(tokens).logits
+        return torch.equal(policy.module(tokens).logits, expected)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp1"])
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "llama_tied"])
+def test_logits_of_served_ranks(checkpoints, family, strategy):
+    assert run_ranks(2, load_logits, checkpoints[family], [0], strategy) == [True, True]
+
+
+def load_served_in_parts(folder):
+    """Fill each shard in two parts, as it is on a device, where shards pass through staging buffers."""
+
+    def halves(shard, dtype):
+        middle = (shard.start + shard.stop) // 2
+        return [(a, b) for a, b in ((shard.start, middle), (middle, shard.stop)) if a < b]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Staging, "parts", staticmethod(halves))
+        policy = sp.load(folder if dist.get_rank() == 0 else NOWHERE, compute_dtype=torch.float32)
+    return differing_names(policy, folder)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_shards_that_are_filled_in_parts(checkpoints, family):
+    assert run_ranks(2, load_served_in_parts, checkpoints[family]) == [[], []]
+
+
+# Faults.
+
+
+def load_with_failing_server(folder, name, failing_ranks, bucket_bytes):
+    """Rank 0 cannot read one tensor when it reads for `failing_ranks`."""
+    serving = [dist.get_rank()]
+    real_view, real_requests = Checkpoint.view, serve._buckets
+
+    def view(self, wanted, box):
+        if dist.get_rank() == 0 and wanted == name and serving[0] in failing_ranks:
+            raise OSError("the disk went away")
+        return real_view(self, wanted, box)
+
+    def buckets(requests, checkpoint):
+        serving[0] += 1  # rank 0 serves ranks 1, 2, ... in turn
+        return real_requests(requests, checkpoint)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Checkpoint, "view", view)
+        patch.setattr(serve, "_buckets", buckets)
+        patch.setattr(serve, "_BUCKET_BYTES", bucket_bytes)
+        sp.load(folder if dist.get_rank() == 0 else NOWHERE, compute_dtype=torch.float32)
+
+
+@pytest.mark.parametrize("bucket_bytes", [1000, 2**26], ids=["small_buckets", "one_bucket"])
+@pytest.mark.parametrize(
+    ("num_ranks", "failing_ranks"),
+    [(2, [0, 1]), (3, [0, 1, 2]), (3, [1]), (3, [2])],
+    ids=str,
+)
+def test_server_whose_read_fails(checkpoints, num_ranks, failing_ranks, bucket_bytes):
+    outcomes = run_ranks_outcomes(
+        num_ranks,
+        load_with_failing_server,
+        checkpoints["llama"],
+        "model.layers.1.mlp.down_proj.weight",
+        failing_ranks,
+        bucket_bytes,
+        timeout=30,
+        group_timeout=5,
+    )
+    assert_all_raise(outcomes, "L100", "rank 0: OSError: the disk went away")
+
+
+def load_with_failing_receiver(folder):
+    """Rank 1 fails in the middle of what it is sent."""
+    real = serve.ServedSource.view
+    num_views = [0]
+
+    def view(self, name, box):
+        num_views[0] += 1
+        if dist.get_rank() == 1 and num_views[0] == 3:
+            raise MemoryError("no room")
+        return real(self, name, box)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(serve, "_BUCKET_BYTES", 1000)
+        patch.setattr(serve.ServedSource, "view", view)
+        sp.load(folder if dist.get_rank() == 0 else NOWHERE, compute_dtype=torch.float32)
+
+
+def test_receiver_that_fails(checkpoints):
+    outcomes = run_ranks_outcomes(
+        3, load_with_failing_receiver, checkpoints["llama"], timeout=30, group_timeout=5
+    )
+    assert_all_raise(outcomes, "L100", "rank 1: MemoryError: no room")
+
+
+def test_rank_whose_broken_copy_is_not_replaced_by_service(checkpoints, tmp_path):
+    broken = shutil.copytree(checkpoints["llama"], tmp_path / "broken")
+    next(iter(broken.glob("*.safetensors"))).unlink()
+    outcomes = run_ranks_outcomes(2, load_own, checkpoints["llama"], broken)
+    assert_all_raise(outcomes, "L102")
+
+
+def load_own(*folders, **options):
+    sp.load(folders[dist.get_rank()], **options)
+
+
+def load_remote_code(folder):
+    load_own(folder, NOWHERE, trust_remote_code=True)
+
+
+def test_code_of_a_repository_is_not_served(checkpoints):
+    assert_all_raise(run_ranks_outcomes(2, load_remote_code, checkpoints["llama"]), "L108", "[1]")

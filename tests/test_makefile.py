@@ -1,0 +1,45 @@
+"""`make setup` on a machine whose Python is too old, and what `make demo` says at its end."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def commands_of(target):
+    """What make would run for a target, as if nothing had been made yet."""
+    # Under `make test` this make would be one inside another, which says so and takes over its flags.
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+    command = ["make", "-n", "-B", target]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, env=env)
+    return result.stdout.splitlines()
+
+
+def load_check():
+    spec = importlib.util.spec_from_file_location("check_python", ROOT / "scripts" / "check_python.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_version_is_checked_before_anything_is_installed():
+    first, second, *_ = commands_of("setup")
+    assert first.endswith("scripts/check_python.py") and second.endswith("-m venv .venv")
+
+
+def test_a_python_that_is_too_old_is_named():
+    with pytest.raises(SystemExit) as caught:
+        load_check().main((3, 10, 14))
+    assert str(caught.value).startswith(f"shardproof needs Python 3.11 or newer; {sys.executable} is 3.10.")
+    assert "Fix: make setup PYTHON=python3.11" in str(caught.value)
+    load_check().main((3, 11, 0))
+    load_check().main()
+
+
+def test_the_demo_ends_with_the_way_to_call_the_command():
+    assert "the command: .venv/bin/shardproof train" in commands_of("demo")[-1]
