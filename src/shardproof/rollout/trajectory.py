@@ -1,0 +1,100 @@
+"""What flows from engines to batches: tokens with their authors, and what the whole is worth. Free of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal
+
+Author = Literal["prompt", "policy", "environment", "template"]
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Tokens of one author. Tokens that the policy drew have their log-probs and the version of its weights."""
+
+    tokens: tuple[int, ...]
+    author: Author
+    logprobs: tuple[float, ...] | None = None  # that each token was drawn with
+    version: int | None = None  # of the weights that drew them; of several, the oldest
+    trained: bool = False  # the loss counts these tokens
+
+
+@dataclass(frozen=True)
+class Reward:
+    """What a trajectory is worth: the weighted total of the reward functions, each one's own value, and what failed."""
+
+    total: float
+    parts: Mapping[str, float] = field(default_factory=dict)
+    failures: Mapping[str, str] = field(default_factory=dict)  # rewards that failed, and how; their parts are 0
+    failed: bool = False  # a reward that counts in the total failed: the total says nothing
+    penalty: float = 0.0  # of the algorithm, for length; trained on, and no part of the total
+
+    @property
+    def trained(self) -> float:
+        """What is learned from: the total, with its penalty."""
+        return (0.0 if self.failed else self.total) + self.penalty
+
+    @property
+    def errors(self) -> tuple[str, ...]:
+        """What went wrong, in one line per reward."""
+        return tuple(f"{name}: {error}" for name, error in self.failures.items())
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """A prompt and all that followed it. Engines and environments append segments; rewards are added at the end."""
+
+    segments: tuple[Segment, ...]
+    group: int = 0  # its prompt's place in the step's batch: the trajectories of a group are compared
+    sample: int = 0  # its own place in the group
+    finished: bool = False  # the policy ended it with a stop token, not the length limit
+    text: str = ""  # what followed the prompt, as rewards read it
+    reward: Reward | None = None
+    facts: Mapping[str, Any] = field(default_factory=dict)  # JSON-able: what else is known about it
+
+    @classmethod
+    def of_prompt(cls, tokens: tuple[int, ...], group: int = 0, sample: int = 0) -> Trajectory:
+        """A prompt to which nothing was said yet."""
+        return cls((Segment(tokens, "prompt"),), group, sample)
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        return tuple(token for segment in self.segments for token in segment.tokens)
+
+    @property
+    def sampled(self) -> tuple[Segment, ...]:
+        """The policy's own segments."""
+        return tuple(segment for segment in self.segments if segment.author == "policy")
+
+    @property
+    def num_sampled(self) -> int:
+        return sum(len(segment.tokens) for segment in self.sampled)
+
+    @property
+    def version(self) -> int | None:
+        """Of the oldest weights that drew any of its tokens; None if none were drawn."""
+        return min((s.version for s in self.sampled if s.version is not None), default=None)
+
+    def extended(self, segment: Segment, finished: bool = False) -> Trajectory:
+        """With one more segment at its end."""
+        return replace(self, segments=(*self.segments, segment), finished=finished)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain lists, numbers and text; `from_json` gives the same trajectory back."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, given: Mapping[str, Any]) -> Trajectory:
+        segments = tuple(
+            Segment(
+                tuple(row["tokens"]),
+                row["author"],
+                None if row["logprobs"] is None else tuple(row["logprobs"]),
+                row["version"],
+                row["trained"],
+            )
+            for row in given["segments"]
+        )
+        reward = None if given["reward"] is None else Reward(**given["reward"])
+        return cls(**{**given, "segments": segments, "reward": reward})
