@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import math
 import numbers
 import os
 import re
-import sys
-import traceback
 from collections.abc import Callable
 from decimal import Decimal
-from functools import reduce
 from typing import Any
 
 from shardproof.bounds import within
 from shardproof.errors import ShardproofError, did_you_mean, fail
+from shardproof.user_code import describe_error, end_fork_of, import_named, is_user_name
 
 Sample = tuple[str, str, dict[str, Any]]  # prompt, completion, row
 Reward = Callable[[str, str, dict[str, Any]], float]
@@ -134,16 +131,10 @@ def find_reward(name: str) -> Reward:
             return regex(name[len("regex(") : -1])
         except re.error as error:
             raise unknown_reward(f"the pattern of reward {name!r} is wrong: {error}.") from error
-    module_name, colon, path = name.partition(":")
-    if not (colon and module_name and path):
+    if not is_user_name(name):
         message = f"reward {name!r} is not one of {', '.join(BUILT_IN)}, regex(pattern), or module:function."
         raise unknown_reward(message + did_you_mean(name, BUILT_IN))
-    module = _import(name, module_name)
-    try:
-        function: Any = reduce(getattr, path.split("."), module)
-    except AttributeError as error:
-        hint = did_you_mean(path, [key for key in vars(module) if not key.startswith("_")])
-        raise unknown_reward(f"reward {name!r}: {module_name!r} has no {path!r}.{hint}") from error
+    function = import_named("reward", name)
     try:
         inspect.signature(function).bind("", "", {})
     except TypeError as error:
@@ -155,43 +146,9 @@ def find_reward(name: str) -> Reward:
     return function
 
 
-def _import(name: str, module_name: str) -> Any:
-    # An installed command's path begins at its own folder; users keep their rewards where they start the run.
-    if not {"", os.getcwd()} & set(sys.path):
-        sys.path.append(os.getcwd())
-    process = os.getpid()
-    try:
-        return importlib.import_module(module_name)
-    except (Exception, SystemExit) as error:
-        message = f"reward {name!r} cannot be imported: {_describe(error)}"
-        raise unknown_reward(message, "repair that module, or put its folder on PYTHONPATH") from error
-    finally:
-        end_fork_of(process)
-
-
-def end_fork_of(process: int) -> None:
-    """End the process that calls this if it is not `process`: a user's code forked, and its child came back as well."""
-    if os.getpid() != process:
-        os._exit(0)
-
-
 def unknown_reward(message: str, fix: str | None = None) -> ShardproofError:
     """The error for a reward, or a setting of rewards, that cannot be."""
     return fail("C001", "reward", message, fix=fix or "name a built-in reward or a module:function")
-
-
-def _describe(error: BaseException) -> str:
-    """The error in one line, with the user's line that it came from."""
-    ours = (__file__, importlib.__file__, "<frozen importlib")
-    lines = [line for line in traceback.extract_tb(error.__traceback__) if not line.filename.startswith(ours)]
-    where = f" ({os.path.basename(lines[-1].filename)}:{lines[-1].lineno})" if lines else ""
-    try:
-        text = str(error)[:300]
-    except KeyboardInterrupt:
-        raise
-    except BaseException as another:
-        text = f"its text cannot be had ({type(another).__name__})"
-    return f"{type(error).__name__}: {text}{where}"
 
 
 def attempt(function: Reward, sample: Sample) -> Outcome:
@@ -205,7 +162,7 @@ def attempt(function: Reward, sample: Sample) -> Outcome:
     except KeyboardInterrupt:  # the user's, who ends the run
         raise
     except BaseException as error:  # sys.exit() and a cancelled task are that sample's failure, no more
-        return 0.0, _describe(error)
+        return 0.0, describe_error(error)
     finally:
         end_fork_of(process)
     if not math.isfinite(number):
