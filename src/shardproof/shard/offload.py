@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from shardproof.shard.local import LocalShard
-
-if TYPE_CHECKING:
-    from shardproof.shard.sharded_model import ShardedModel
 
 
 @dataclass(frozen=True)
@@ -69,47 +65,17 @@ class HostCopy:
         self._copies = {}
 
 
-def offload(
-    policy: ShardedModel, shards: Sequence[LocalShard], optimizer: torch.optim.Optimizer | None = None
-) -> OffloadReceipt:
-    """Move parameters and optimizer state to pinned host memory; the policy cannot run until `onload`."""
-    if policy.offloaded is not None:
-        return OffloadReceipt(0, "already offloaded")
-    if policy.settings.cpu_offload:
-        return OffloadReceipt(
-            0, "cpu_offload=True: parameters are in host memory already, and FSDP places them"
-        )
-    if policy.device.type == "cpu":
-        return OffloadReceipt(0, "the policy lives on the CPU: there is no device memory to give back")
-    policy.offloaded = HostCopy(_storages(policy, optimizer), shards)
-    torch.cuda.empty_cache()
-    return OffloadReceipt(policy.offloaded.num_bytes, "moved to pinned host memory")
+def optimizer_tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    """Every tensor of an optimizer's state."""
+    for state in optimizer.state.values():
+        yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
 
-def onload(policy: ShardedModel) -> OffloadReceipt:
-    """Bring everything that `offload` moved back to the device."""
-    if policy.offloaded is None:
-        return OffloadReceipt(0, "not offloaded")
-    num_bytes = policy.offloaded.num_bytes
-    policy.offloaded.restore()
-    policy.offloaded = None
-    return OffloadReceipt(num_bytes, "moved back to the device")
-
-
-def _storages(
-    policy: ShardedModel, optimizer: torch.optim.Optimizer | None
-) -> Iterator[torch.UntypedStorage]:
+def device_storages(tensors: Iterable[torch.Tensor]) -> Iterator[torch.UntypedStorage]:
+    """The storages of this rank's part of the tensors that are not in host memory, each once."""
     seen: set[int] = set()
-    for tensor in _tensors(policy, optimizer):
+    for tensor in tensors:
         storage = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()
         if storage._cdata not in seen and storage.device.type != "cpu":
             seen.add(storage._cdata)
             yield storage
-
-
-def _tensors(policy: ShardedModel, optimizer: torch.optim.Optimizer | None) -> Iterator[torch.Tensor]:
-    for param in policy.parameters():
-        yield param.detach()
-    if optimizer is not None:
-        for state in optimizer.state.values():
-            yield from (value for value in state.values() if isinstance(value, torch.Tensor))

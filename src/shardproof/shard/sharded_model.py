@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,13 @@ from shardproof.dist.sequence import SequenceGroup
 from shardproof.errors import fail
 from shardproof.model.inventory import Inventory
 from shardproof.model.roles import ROOT_PREFIX
+from shardproof.shard.fsdp1 import fsdp1_shards
+from shardproof.shard.fsdp2 import fsdp2_shards
 from shardproof.shard.ledger import Writer
-from shardproof.shard.offload import HostCopy, OffloadReceipt, offload, onload
+from shardproof.shard.local import LocalShard
+from shardproof.shard.offload import HostCopy, OffloadReceipt, device_storages, optimizer_tensors
 from shardproof.shard.plan import ShardPlan
-from shardproof.shard.settings import ShardSettings
+from shardproof.shard.settings import FSDP1, ShardSettings
 from shardproof.shard.torch_private import clean_name, reshard
 
 
@@ -46,9 +49,9 @@ class LoadReceipt:
         )
 
 
-@dataclass
+@dataclass(eq=False)
 class ShardedModel:
-    """What `load` returns."""
+    """What `load` returns: the facts of a model that is sharded. Rooms above keep what they find out themselves."""
 
     module: nn.Module  # the FSDP root
     model: PreTrainedModel  # the Hugging Face model inside it
@@ -73,6 +76,7 @@ class ShardedModel:
     reshard_after_forward: bool | None = None  # False: parameters are gathered once a step, not in every pass
     recompute: Any = None  # what decides which blocks are recomputed then; made on first use
     offloaded: HostCopy | None = None  # the host copy of this rank's state while it is offloaded
+    before_change_hooks: list[Callable[[], None]] = field(default_factory=list)  # what `before_change` calls
     last_export: tuple[int, str] | None = None  # (version, digest) of the last payload
     pending_save: Any = None  # a checkpoint that is being written beside training
     checkpoint_group: Any = None  # the process group that checkpoints use
@@ -106,13 +110,34 @@ class ShardedModel:
     def trainable_parameters(self) -> list[nn.Parameter]:
         return [param for param in self.parameters() if param.requires_grad]
 
-    def before_change(self) -> None:
-        """Wait until a save beside training holds copies of its own. Whatever writes, empties or moves weights calls it.
+    def local_shards(self) -> list[LocalShard]:
+        """This rank's shards of every parameter, in the inventory's order, from host memory while offloaded."""
+        if self.offloaded is not None:
+            return self.offloaded.shards
+        shards = fsdp1_shards(self.module) if self.strategy == FSDP1 else fsdp2_shards(self.module)
+        by_name = {shard.name: shard for shard in shards}
+        return [by_name[info.name] for info in self.inventory.parameters]
 
-        Otherwise the checkpoint of one version would hold some of the next, under valid checksums.
+    def persistent_buffers(self) -> dict[str, torch.Tensor]:
+        """Buffers that belong to the checkpoint, whole on every rank."""
+        buffers = {clean_name(name): buffer for name, buffer in self.model.named_buffers()}
+        return {info.name: buffers[info.name].detach() for info in self.inventory.persistent_buffers}
+
+    def before_change(self) -> None:
+        """Call the hooks of those who still read the weights. Whatever writes, empties or moves weights calls it first.
+
+        A save beside training waits there until it holds copies of its own. Otherwise the checkpoint of one version
+        would hold some of the next, under valid checksums.
         """
         if self.pending_save is not None:
             self.pending_save.wait_until_staged()
+        for hook in list(self.before_change_hooks):
+            hook()
+
+    def mark_updated(self, changed: bool) -> None:
+        """Count a step that was taken; `changed` says whether it can have changed a weight."""
+        self.version += 1
+        self.num_updates += changed
 
     def check_resident(self, stage: str) -> None:
         """Raise while this rank's storages are empty, as they are between `offload` and `onload`."""
@@ -123,14 +148,29 @@ class ShardedModel:
 
     def offload(self, optimizer: torch.optim.Optimizer | None = None) -> OffloadReceipt:
         """Move parameters and optimizer state to pinned host memory until `onload`; says what moved, or why not."""
-        from shardproof.shard.holdings import local_shards  # it needs this class
-
         self.before_change()
-        return offload(self, local_shards(self) if self.offloaded is None else [], optimizer)
+        if self.offloaded is not None:
+            return OffloadReceipt(0, "already offloaded")
+        if self.settings.cpu_offload:
+            note = "cpu_offload=True: parameters are in host memory already, and FSDP places them"
+            return OffloadReceipt(0, note)
+        if self.device.type == "cpu":
+            return OffloadReceipt(0, "the policy lives on the CPU: there is no device memory to give back")
+        tensors = [param.detach() for param in self.parameters()]
+        if optimizer is not None:
+            tensors += optimizer_tensors(optimizer)
+        self.offloaded = HostCopy(device_storages(tensors), self.local_shards())
+        torch.cuda.empty_cache()
+        return OffloadReceipt(self.offloaded.num_bytes, "moved to pinned host memory")
 
     def onload(self) -> OffloadReceipt:
         """Bring what `offload` moved back to the device, bit for bit."""
-        return onload(self)
+        if self.offloaded is None:
+            return OffloadReceipt(0, "not offloaded")
+        num_bytes = self.offloaded.num_bytes
+        self.offloaded.restore()
+        self.offloaded = None
+        return OffloadReceipt(num_bytes, "moved back to the device")
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         self.check_resident("forward")
