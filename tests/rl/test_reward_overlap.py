@@ -12,8 +12,9 @@ import pytest
 
 from shardproof.errors import fail
 from shardproof.rl import experience, rewards
-from shardproof.rl.rewards import Sample, Scored
+from shardproof.rl.rewards import Sample
 from shardproof.rollout.local import EmbeddedEngine
+from shardproof.rollout.trajectory import Reward
 from tests.ranks import RankError, run_ranks
 from tests.rl.runs import lines, run_recipe, small_recipe, trajectory, write_rows
 
@@ -44,7 +45,7 @@ class InSequence(rewards.PendingRewards):
     def add(self, samples: Sequence[Sample]) -> None:
         self.held += samples
 
-    def result(self) -> list[Scored]:
+    def result(self) -> list[Reward]:
         super().add(self.held)
         return super().result()
 
@@ -74,18 +75,18 @@ def touch(signal: Path) -> None:
 
 def run_until_rewarded(recipe: str, signal: Path) -> int:
     """The calls of a run whose second call makes no completion before a reward of the first one has run."""
-    calls, generate = [], EmbeddedEngine.generate
+    calls, complete = [], EmbeddedEngine.complete
 
-    def wait_and_generate(self: Any, requests: Any, sampling: Any) -> Any:
+    def wait_and_complete(self: Any, requests: Any, sampling: Any) -> Any:
         calls.append(len(requests))
         until = time.monotonic() + LONG_S
         while calls.count(6) == 2 and not signal.exists():
             assert time.monotonic() < until, "no reward has run"
             time.sleep(0.005)
-        return generate(self, requests, sampling)
+        return complete(self, requests, sampling)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(EmbeddedEngine, "generate", wait_and_generate)
+        patch.setattr(EmbeddedEngine, "complete", wait_and_complete)
         run_recipe(recipe)
     return calls.count(6)
 

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from shardproof.rl.reward_functions import row_problem
 from shardproof.rl.rows import Place, Row, read_rows, unusable
 from shardproof.rl.templates import Overdue, call_each, panics_as_errors
 
+T = TypeVar("T")
 _TEMPLATE_SECONDS = 10.0  # for one prompt; real templates take a millisecond
 _NESTED = (dict, list, tuple)
 _MAX_DEPTH = 100  # of lists and objects in a row: far below where Python gives up on copying or sending them
@@ -135,6 +136,23 @@ def _require_unicode(where: str, text: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         raise unusable(f"{where} text that is not valid Unicode: {error}.") from error
+
+
+@dataclass(frozen=True)
+class Share:
+    """Which part of the prompts a rank takes. Ranks of one sequence-parallel group take the same."""
+
+    rank: int
+    num_ranks: int
+    sequence_parallel: int = 1
+
+    def of(self, items: Sequence[T]) -> list[T]:
+        """This rank's part: items are dealt to the groups one by one."""
+        return list(items[self.rank // self.sequence_parallel :: self.num_ranks // self.sequence_parallel])
+
+    def once(self, rows: Sequence[T]) -> list[T]:
+        """One of the rows of each group, from a row of every rank."""
+        return list(rows[:: self.sequence_parallel])
 
 
 class PromptStream:

@@ -10,15 +10,16 @@ import torch.distributed as dist
 
 from shardproof.dist.collectives import exchange, together
 from shardproof.errors import fail
-from shardproof.rl.rewards import PendingRewards, Scored
+from shardproof.rl.rewards import PendingRewards
+from shardproof.rollout.trajectory import Reward
 from shardproof.text import printable
 
 _MAX_NOTICED = 20  # kinds of failures that the terminal shows in a run
 _MAX_TEXT = 400
 
 
-def result_together(pending: PendingRewards) -> list[Scored]:
-    """This rank's rewards, in the order in which samples were added. Rank 0 shows failures of a new kind.
+def result_together(pending: PendingRewards) -> list[Reward]:
+    """This rank's rewards, in the order of the samples. Rank 0 shows failures of a new kind.
 
     If a rank's rewards raise, or every sample of every rank failed, all ranks raise.
 
@@ -44,7 +45,7 @@ def result_together(pending: PendingRewards) -> list[Scored]:
     return scored
 
 
-def _first_of_each_kind(scored: Sequence[Scored]) -> dict[str, tuple[str, str]]:
+def _first_of_each_kind(scored: Sequence[Reward]) -> dict[str, tuple[str, str]]:
     """{kind: (reward, error)}. The kind of an error is its reward and what stands before numbers, places and details."""
     found: dict[str, tuple[str, str]] = {}
     for one in scored:

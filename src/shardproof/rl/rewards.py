@@ -11,7 +11,7 @@ import contextlib
 import threading
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing.connection import Pipe, wait
 
 from shardproof.bounds import within
@@ -26,6 +26,7 @@ from shardproof.rl.reward_functions import (
     unknown_reward,
 )
 from shardproof.rl.reward_workers import Call, Crew
+from shardproof.rollout.trajectory import Reward
 
 _START_S = 1.0  # after which a thread that has not started was interrupted before it could
 
@@ -36,21 +37,6 @@ class RewardSpec:
 
     name: str
     weight: float = 1.0
-
-
-@dataclass(frozen=True)
-class Scored:
-    """A sample's weighted total, each reward's own value, and what went wrong."""
-
-    total: float
-    parts: dict[str, float]
-    failures: dict[str, str] = field(default_factory=dict)  # rewards that failed, and how; their parts are 0
-    failed: bool = False  # a reward that counts in the total failed: the total says nothing about the sample
-
-    @property
-    def errors(self) -> tuple[str, ...]:
-        """What went wrong, in one line per reward."""
-        return tuple(f"{name}: {error}" for name, error in self.failures.items())
 
 
 class RewardRunner(contextlib.AbstractContextManager["RewardRunner"]):
@@ -95,7 +81,7 @@ class RewardRunner(contextlib.AbstractContextManager["RewardRunner"]):
         self._pending = PendingRewards(self)
         return self._pending
 
-    def score(self, samples: Sequence[Sample]) -> list[Scored]:
+    def score(self, samples: Sequence[Sample]) -> list[Reward]:
         """Each sample's rewards, in the order of `samples`."""
         with self.start() as pending:
             pending.add(samples)
@@ -115,6 +101,7 @@ class PendingRewards(contextlib.AbstractContextManager["PendingRewards"]):
     def __init__(self, runner: RewardRunner):
         self._runner, self.noticed = runner, runner.noticed
         self._samples: list[Sample] = []
+        self._places: list[int] = []  # of each sample's reward in the result
         self._queue: deque[Call] = deque()  # filled by the caller, emptied by the thread
         self._outcomes: dict[tuple[int, str], Outcome] = {}  # by the sample's place and the reward's name
         self._complete = self._given_up = False
@@ -125,9 +112,10 @@ class PendingRewards(contextlib.AbstractContextManager["PendingRewards"]):
     def __exit__(self, *exception: object) -> None:
         self.give_up()
 
-    def add(self, samples: Sequence[Sample]) -> None:
-        """Have these samples scored as well; returns at once."""
+    def add(self, samples: Sequence[Sample], places: Sequence[int] | None = None) -> None:
+        """Have these samples scored as well; returns at once. `places` are those of their rewards in the result."""
         first = len(self._samples)
+        self._places += range(first, first + len(samples)) if places is None else places
         self._samples += samples
         calls = [(i, name, s) for i, s in enumerate(samples, first) for name in self._runner.outside]
         if not calls or self._failure is not None:
@@ -138,8 +126,8 @@ class PendingRewards(contextlib.AbstractContextManager["PendingRewards"]):
         except (OSError, RuntimeError) as error:  # no file or thread is left to be had
             self._failure = error
 
-    def result(self) -> list[Scored]:
-        """Each sample's rewards, in the order in which they were added, as soon as all are there."""
+    def result(self) -> list[Reward]:
+        """Each sample's rewards, as soon as all are there: in the order of their places, or as they were added."""
         for index, sample in enumerate(self._samples):
             for name in self._runner.inside:
                 self._record((index, name, sample), attempt(BUILT_IN[name], sample))
@@ -147,7 +135,7 @@ class PendingRewards(contextlib.AbstractContextManager["PendingRewards"]):
         self._join()
         if self._failure is not None:
             raise self._failure
-        return [self._sum(index) for index in range(len(self._samples))]
+        return [self._sum(index) for index in sorted(range(len(self._samples)), key=self._places.__getitem__)]
 
     def give_up(self) -> None:
         """Stop scoring; workers that are in the middle of it are ended."""
@@ -210,13 +198,13 @@ class PendingRewards(contextlib.AbstractContextManager["PendingRewards"]):
             raise fail("R504", "reward", f"reward {name!r} failed on {sample}: {outcome[1]}.")
         self._outcomes[index, name] = outcome
 
-    def _sum(self, index: int) -> Scored:
+    def _sum(self, index: int) -> Reward:
         specs = self._runner.specs
         found = {spec.name: self._outcomes[index, spec.name] for spec in specs}
         total = sum(spec.weight * found[spec.name][0] for spec in specs)
         parts = {name: value for name, (value, _) in found.items()}
         failures = {name: error for name, (_, error) in found.items() if error is not None}
-        return Scored(total, parts, failures, any(spec.weight and spec.name in failures for spec in specs))
+        return Reward(total, parts, failures, any(spec.weight and spec.name in failures for spec in specs))
 
 
 def _require_settings(specs: Sequence[RewardSpec], timeout_s: float, num_workers: int) -> None:

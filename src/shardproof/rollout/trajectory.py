@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
-Author = Literal["prompt", "policy", "environment", "template"]
+Author = Literal["prompt", "policy", "environment", "template", "data"]
 
 
 @dataclass(frozen=True)
