@@ -11,6 +11,8 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from shardproof.model import hf_private
 from shardproof.model.families import experts_per_token, num_experts
+from shardproof.model.replace import replace_buffers
+from shardproof.model.skeleton import set_param_dtype
 
 _COUNTING = "shardproof_counting"
 
@@ -92,14 +94,8 @@ def _count(meta: PreTrainedModel, num_tokens: int) -> dict[torch.dtype, int]:
 def _on_meta(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     """A copy that lies on meta with its buffers, in the dtype that blocks compute in."""
     copy = deepcopy(model)
-    for module in copy.modules():
-        for name, param in module._parameters.items():
-            if param is not None and param.is_floating_point():
-                empty = torch.empty(param.shape, dtype=dtype, device="meta")
-                module._parameters[name] = nn.Parameter(empty, requires_grad=param.requires_grad)
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = buffer.to("meta")
+    set_param_dtype(copy, dtype)
+    replace_buffers(copy.modules(), lambda buffer: buffer.to("meta"))
     return copy.train()
 
 

@@ -21,7 +21,7 @@ def computed_buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
     """(module name, module, buffer name) of every non-persistent buffer."""
     for module_name, module in model.named_modules():
         for name in sorted(module._non_persistent_buffers_set):
-            if module._buffers.get(name) is not None:
+            if getattr(module, name, None) is not None:
                 yield module_name, module, name
 
 
@@ -44,7 +44,7 @@ def compute_buffers(model: PreTrainedModel) -> dict[str, str]:
         if name in unwritten:
             value = rebuilt.get(name, value)
             writers[name] = f"{type(module).__name__} through its constructor"
-        module._buffers[leaf] = value
+        setattr(module, leaf, value)
     left = [name for name in unwritten if name not in rebuilt or _looks_unwritten(rebuilt[name])]
     if left:
         raise error_for(
@@ -65,7 +65,7 @@ def _run_over_poison(model: PreTrainedModel, poison: int) -> dict[str, torch.Ten
     """What each module's `_init_weights` makes of buffers whose every byte is `poison`."""
     owners: dict[str, nn.Module] = {}
     for module_name, module, leaf in computed_buffers(model):
-        module._buffers[leaf] = _poisoned(module._buffers[leaf], poison)  # type: ignore[arg-type]
+        setattr(module, leaf, _poisoned(module.get_buffer(leaf), poison))
         owners[module_name] = module
     with hf_private.quiet_initialisation():
         for module_name, module in owners.items():

@@ -17,6 +17,7 @@ from shardproof.model import hf_private
 from shardproof.model.buffers import compute_buffers, computed_values
 from shardproof.model.families import num_experts
 from shardproof.model.lora import inject_lora
+from shardproof.model.replace import replace_parameters
 from shardproof.model.roles import CRITIC, REFERENCE, VALUE_HEAD, attach_value_head
 from shardproof.model.router import replay_routing
 
@@ -77,7 +78,7 @@ def build_skeleton(
         if role == CRITIC:
             model.get_submodule(VALUE_HEAD).requires_grad_(True)  # it is new, so it has to learn
         writers = {_with_base_layer(model, name): writer for name, writer in writers.items()}
-    _set_param_dtype(model, param_dtype)
+    set_param_dtype(model, param_dtype)
     if role == REFERENCE:
         model.requires_grad_(False)
         model.eval()
@@ -120,14 +121,12 @@ def _with_base_layer(model: nn.Module, name: str) -> str:
     return f"{parent}.base_layer.{leaf}" if hasattr(model.get_submodule(parent), "base_layer") else name
 
 
-def _set_param_dtype(model: nn.Module, dtype: torch.dtype) -> None:
+def set_param_dtype(model: nn.Module, dtype: torch.dtype) -> None:
     """Give every floating parameter `dtype`, keeping ties. Buffers are not touched: theirs is their module's choice."""
-    replaced: dict[nn.Parameter, nn.Parameter] = {}
-    for module in model.modules():
-        for name, param in module._parameters.items():
-            if param is None or not param.is_floating_point() or param.dtype == dtype:
-                continue
-            if param not in replaced:
-                new = torch.empty(param.shape, dtype=dtype, device="meta")
-                replaced[param] = nn.Parameter(new, requires_grad=param.requires_grad)
-            module._parameters[name] = replaced[param]
+
+    def make(param: torch.Tensor) -> torch.Tensor:
+        if not param.is_floating_point() or param.dtype == dtype:
+            return param
+        return torch.empty(param.shape, dtype=dtype, device="meta")
+
+    replace_parameters(model.modules(), make)

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, MixedPr
 
 from shardproof.errors import fail
 from shardproof.model.inventory import Inventory
+from shardproof.model.replace import replace_parameters
 from shardproof.model.roles import ROOT_PREFIX, RoleModule
 from shardproof.model.skeleton import Skeleton
 from shardproof.shard import torch_private
@@ -94,14 +95,11 @@ class _MetaToEmpty:
 
     def __init__(self, device: torch.device):
         self.device = device
-        self.replaced: dict[nn.Parameter, nn.Parameter] = {}
+        self.replaced: dict[torch.Tensor, Any] = {}
 
     def __call__(self, module: nn.Module) -> None:
-        for name, param in module._parameters.items():
-            if param is None or not param.is_meta:
-                continue
-            if param not in self.replaced:
-                # Never touched, these pages cost address space only; the flat parameter made of them is written next.
-                empty = torch.empty(param.shape, dtype=param.dtype, device=self.device)
-                self.replaced[param] = nn.Parameter(empty, requires_grad=param.requires_grad)
-            module._parameters[name] = self.replaced[param]
+        replace_parameters([module], self._memory, self.replaced)
+
+    def _memory(self, param: torch.Tensor) -> torch.Tensor:
+        # Never touched, these pages cost address space only; the flat parameter made of them is written next.
+        return torch.empty(param.shape, dtype=param.dtype, device=self.device) if param.is_meta else param

@@ -25,6 +25,7 @@ from shardproof.model.compiling import compile_blocks
 from shardproof.model.experts import use_grouped_experts
 from shardproof.model.families import check_sequence_parallel
 from shardproof.model.inventory import Inventory, take_inventory
+from shardproof.model.replace import place_buffers
 from shardproof.model.roles import RoleModule
 from shardproof.model.skeleton import AUTO, Skeleton, build_skeleton, checkpoint_blocks
 from shardproof.shard.attest import attest
@@ -191,7 +192,7 @@ def _shard(
     skeleton: Skeleton, inventory: Inventory, plan: ShardPlan, settings: ShardSettings
 ) -> tuple[nn.Module, list[LocalShard]]:
     """The FSDP root and this rank's shards: unwritten parameters, and the buffers that the checkpoint holds."""
-    _place_buffers(skeleton.model, settings.device)
+    place_buffers(skeleton.model, settings.device)
     root = RoleModule(skeleton.model, skeleton.role)
     root.train(skeleton.model.training)
     if settings.strategy == FSDP1:
@@ -205,16 +206,6 @@ def _shard(
         flat = buffers[info.name].view(-1)
         shards.append(LocalShard(info.name, info.shape, 0, flat.numel(), flat))
     return module, shards
-
-
-def _place_buffers(model: nn.Module, device: torch.device) -> None:
-    """Move computed buffers to the device and give persistent ones memory there; no dtype changes."""
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = (
-                    torch.empty_like(buffer, device=device) if buffer.is_meta else buffer.to(device)
-                )
 
 
 def _write(
