@@ -96,8 +96,8 @@ def test_deadlines_hold_while_the_caller_is_busy(users):
 def test_a_worker_that_dies_between_two_parts_is_replaced_without_blame(users):
     with make_runner(num_workers=1) as runner, runner.start() as pending:
         pending.add([sample("1", leave=users / "begun")])
-        wait_until(lambda: (users / "begun").exists() and not runner.crew.busy)
-        (worker,) = runner.crew.workers
+        wait_until(lambda: (users / "begun").exists() and not runner.pool.busy)
+        (worker,) = runner.pool.workers
         worker.process.kill()
         worker.process.wait()
         pending.add([sample("2")])
@@ -105,7 +105,7 @@ def test_a_worker_that_dies_between_two_parts_is_replaced_without_blame(users):
 
 
 def leave(runner, pending):
-    pending.give_up()
+    pending.cancel()
 
 
 def close(runner, pending):
@@ -122,9 +122,9 @@ def fail(runner, pending):
 
 
 @pytest.mark.parametrize("end", [leave, close, start_another, fail])
-def test_what_is_given_up_ends_its_worker_and_spoils_nothing(users, end):
+def test_what_is_cancelled_ends_its_worker_and_spoils_nothing(users, end):
     with make_runner() as runner:
-        before, pending = list(runner.crew.workers), runner.start()
+        before, pending = list(runner.pool.workers), runner.start()
         pending.add([sample("hang", leave=users / "begun"), *[sample("1")] * 50])
         wait_until((users / "begun").exists)
         end(runner, pending)

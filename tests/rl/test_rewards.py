@@ -202,7 +202,7 @@ def test_a_sample_is_marked_as_failed_if_a_reward_that_counts_failed():
 
 def test_built_in_rewards_need_no_process(no_process_left):
     with RewardRunner([RewardSpec("numeric")]) as runner:
-        assert not runner.crew.workers
+        assert not runner.pool.workers
         scored = runner.score([("", "3", {"answer": 3}), ("", "3", {}), ("", "3", {"answer": "many"})])
     assert [one.total for one in scored] == [1.0, 0.0, 0.0]
     assert scored[1].errors == ("numeric: ValueError: the row has no 'answer'",)
@@ -212,7 +212,7 @@ def test_built_in_rewards_need_no_process(no_process_left):
 def test_samples_are_spread_over_the_workers_and_not_in_this_process():
     with make_runner("pid", num_workers=2) as runner:
         pids = {scored.total for scored in runner.score(samples_of(*["x"] * 64))}
-        assert pids == {worker.process.pid for worker in runner.crew.workers} and len(pids) == 2
+        assert pids == {worker.process.pid for worker in runner.pool.workers} and len(pids) == 2
 
 
 def test_failures_cost_their_own_sample_only(no_process_left):
@@ -278,7 +278,7 @@ def test_samples_that_hang_one_after_another_are_each_found(no_process_left):
 
 def test_what_a_reward_started_ends_with_it(no_process_left):
     with make_runner("obey", timeout_s=0.3, num_workers=1) as runner:
-        worker = psutil.Process(runner.crew.workers[0].process.pid)
+        worker = psutil.Process(runner.pool.workers[0].process.pid)
         (scored,) = runner.score(samples_of("hang with a child"))
         assert scored.errors and not worker.is_running()
     until = time.monotonic() + LONG_S  # a process that was killed is there until the kernel has come to it
@@ -324,7 +324,7 @@ def test_stop_holds_for_built_in_rewards_too():
 
 def test_workers_that_die_between_batches_are_replaced_without_blame(no_process_left):
     with make_runner("length") as runner:
-        for worker in runner.crew.workers:
+        for worker in runner.pool.workers:
             worker.process.kill()
             worker.process.wait()
         assert [one.errors for one in runner.score(samples_of("a", "b"))] == [(), ()]
@@ -332,7 +332,7 @@ def test_workers_that_die_between_batches_are_replaced_without_blame(no_process_
 
 def test_a_stopped_worker_does_not_block_the_rank_that_writes_to_it(no_process_left):
     with make_runner("length", timeout_s=1.0, num_workers=1) as runner:
-        os.kill(runner.crew.workers[0].process.pid, signal.SIGSTOP)
+        os.kill(runner.pool.workers[0].process.pid, signal.SIGSTOP)
         scored = runner.score(samples_of("x" * 4_000_000, "x"))
     assert [one.total for one in scored] == [0.0, 1.0]
 
@@ -381,7 +381,7 @@ def test_workers_leave_with_a_rank_that_is_killed(users):
         sys.path.insert(0, {str(users)!r})
         from shardproof.rl.rewards import RewardRunner, RewardSpec
         runner = RewardRunner([RewardSpec("users_rewards:obey")], timeout_s=100.0)
-        print(*(worker.process.pid for worker in runner.crew.workers), flush=True)
+        print(*(worker.process.pid for worker in runner.pool.workers), flush=True)
         runner.score([("", "hang", {{}})])
     """
     rank = run_python(program, stdout=subprocess.PIPE)

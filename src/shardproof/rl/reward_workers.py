@@ -77,7 +77,7 @@ def _watch(parent: int) -> None:
     os.killpg(0, signal.SIGKILL)
 
 
-class _Nonsense(Exception):
+class _NotAnAnswer(Exception):
     """A worker sent what is no answer: a reward wrote to the connection itself."""
 
 
@@ -131,14 +131,14 @@ class _Worker:
         try:
             message = pickle.loads(raw)
         except Exception as error:
-            raise _Nonsense from error
+            raise _NotAnAnswer from error
         if isinstance(message, Finding):
             raise error_for([message])
         if not self.ready:
             self.ready, self.deadline = True, math.inf
             return None
         if not self.pending or not _is_outcome(message):
-            raise _Nonsense
+            raise _NotAnAnswer
         call = self.pending.popleft()
         self.deadline = time.monotonic() + self.timeout_s if self.pending else math.inf
         return call, message
@@ -176,7 +176,7 @@ def _descendants(process: int) -> list[int]:
     return found
 
 
-class Crew:
+class WorkerPool:
     """The workers of a rank. A thread that uses them holds the lock."""
 
     def __init__(self, names: Sequence[str], num_workers: int, timeout_s: float):
@@ -188,7 +188,7 @@ class Crew:
         """Start every worker, and wait until each has imported the rewards."""
         self._fill()
         while not all(worker.ready for worker in self.workers):
-            for _ in self.pump(deque()):
+            for _ in self.collect(deque()):
                 pass
 
     @property
@@ -196,7 +196,7 @@ class Crew:
         """Calls are not answered yet."""
         return any(worker.pending for worker in self.workers)
 
-    def revive(self) -> None:
+    def restart_ended(self) -> None:
         """Replace workers that died between calls, which no call is to blame for."""
         self._drop(
             [worker for worker in self.workers if not worker.pending and worker.process.poll() is not None]
@@ -210,26 +210,28 @@ class Crew:
                 size = max(1, min(MAX_CHUNK, len(queue) // (2 * len(self.workers))))
                 worker.submit([queue.popleft() for _ in range(size)])
 
-    def pump(self, queue: deque[Call], bell: Sequence[Connection] = ()) -> Iterator[tuple[Call, Outcome]]:
-        """Wait for answers, the nearest deadline or the bell; yield what came, and replace workers that hang or died."""
+    def collect(self, queue: deque[Call], wake: Sequence[Connection] = ()) -> Iterator[tuple[Call, Outcome]]:
+        """Wait for answers, the nearest deadline or a message on `wake`; yield what came, and replace workers that hang or died."""
         active = [worker for worker in self.workers if worker.pending or not worker.ready]
         patience = min(worker.deadline for worker in active) - time.monotonic()
-        wait([*bell, *(worker.connection for worker in active)], timeout=max(0.0, patience))
+        wait([*wake, *(worker.connection for worker in active)], timeout=max(0.0, patience))
         for worker in active:
             try:
                 while worker.connection.poll():
                     if (answered := worker.receive()) is not None:
                         yield answered
-            except _Nonsense:
-                yield from self._bury(worker, "its worker answered with something else than a reward", queue)
+            except _NotAnAnswer:
+                yield from self._replace(
+                    worker, "its worker answered with something else than a reward", queue
+                )
             except (EOFError, OSError):
-                yield from self._bury(worker, f"its worker process died ({worker.stop(1.0)})", queue)
+                yield from self._replace(worker, f"its worker process died ({worker.stop(1.0)})", queue)
             else:
                 if time.monotonic() >= worker.deadline:
                     limit_s = self._timeout_s if worker.ready else START_S
-                    yield from self._bury(worker, f"no answer in {limit_s:g} s", queue)
+                    yield from self._replace(worker, f"no answer in {limit_s:g} s", queue)
 
-    def give_up(self) -> None:
+    def cancel(self) -> None:
         """End workers in the middle of a chunk: they would answer the next batch with this one's rewards."""
         self._drop([worker for worker in self.workers if worker.pending])
 
@@ -252,7 +254,7 @@ class Crew:
             self.workers.remove(worker)
             worker.stop()
 
-    def _bury(self, worker: _Worker, failure: str, queue: deque[Call]) -> Iterator[tuple[Call, Outcome]]:
+    def _replace(self, worker: _Worker, failure: str, queue: deque[Call]) -> Iterator[tuple[Call, Outcome]]:
         """Blame the call that the worker was in, put the rest of its chunk back, and start another worker."""
         self._drop([worker])
         if not worker.ready:

@@ -25,7 +25,7 @@ from shardproof.rl.reward_functions import (
     attempt,
     unknown_reward,
 )
-from shardproof.rl.reward_workers import Call, Crew
+from shardproof.rl.reward_workers import Call, WorkerPool
 from shardproof.rollout.trajectory import Reward
 
 _START_S = 1.0  # after which a thread that has not started was interrupted before it could
@@ -57,12 +57,12 @@ class RewardRunner(contextlib.AbstractContextManager["RewardRunner"]):
         _require_settings(self.specs, timeout_s, num_workers)
         self.inside = [spec.name for spec in self.specs if spec.name in CANNOT_HANG]
         self.outside = [spec.name for spec in self.specs if spec.name not in CANNOT_HANG]
-        self.crew = Crew(self.outside, num_workers if self.outside else 0, timeout_s)
+        self.pool = WorkerPool(self.outside, num_workers if self.outside else 0, timeout_s)
         self.noticed: set[str] = set()  # the kinds of failures that the terminal has shown
         self._pending: PendingRewards | None = None
         try:
             # Now, so that a name that cannot be imported stops the run before its first step.
-            self.crew.start()
+            self.pool.start()
         except BaseException:
             self.close()
             raise
@@ -72,12 +72,12 @@ class RewardRunner(contextlib.AbstractContextManager["RewardRunner"]):
 
     def close(self) -> None:
         """Give up what is not scored yet and end every worker; scoring again would start new ones."""
-        self._give_up()
-        self.crew.close()
+        self._cancel()
+        self.pool.close()
 
     def start(self) -> PendingRewards:
         """Rewards of samples still to be added. One batch at a time: what another has not scored yet is given up."""
-        self._give_up()
+        self._cancel()
         self._pending = PendingRewards(self)
         return self._pending
 
@@ -87,9 +87,9 @@ class RewardRunner(contextlib.AbstractContextManager["RewardRunner"]):
             pending.add(samples)
             return pending.result()
 
-    def _give_up(self) -> None:
+    def _cancel(self) -> None:
         if self._pending is not None:
-            self._pending.give_up()
+            self._pending.cancel()
 
 
 class PendingRewards(contextlib.AbstractContextManager["PendingRewards"]):
@@ -104,13 +104,13 @@ class PendingRewards(contextlib.AbstractContextManager["PendingRewards"]):
         self._places: list[int] = []  # of each sample's reward in the result
         self._queue: deque[Call] = deque()  # filled by the caller, emptied by the thread
         self._outcomes: dict[tuple[int, str], Outcome] = {}  # by the sample's place and the reward's name
-        self._complete = self._given_up = False
+        self._complete = self._cancelled = False
         self._failure: BaseException | None = None
         self._thread: threading.Thread | None = None
         self._ended = threading.Event()
 
     def __exit__(self, *exception: object) -> None:
-        self.give_up()
+        self.cancel()
 
     def add(self, samples: Sequence[Sample], places: Sequence[int] | None = None) -> None:
         """Have these samples scored as well; returns at once. `places` are those of their rewards in the result."""
@@ -137,16 +137,16 @@ class PendingRewards(contextlib.AbstractContextManager["PendingRewards"]):
             raise self._failure
         return [self._sum(index) for index in sorted(range(len(self._samples)), key=self._places.__getitem__)]
 
-    def give_up(self) -> None:
+    def cancel(self) -> None:
         """Stop scoring; workers that are in the middle of it are ended."""
-        self._given_up = True
+        self._cancelled = True
         self._join()
 
     def _wake(self) -> None:
-        """Ring the thread's bell, which it hears while it waits for workers; the first time, start it."""
+        """Wake the thread, which waits for this connection beside its workers'; the first time, start it."""
         if self._thread is None:
-            self._bell, self._rope = Pipe(duplex=False)
-        self._rope.send_bytes(b"!")
+            self._wake_end, self._wake_start = Pipe(duplex=False)
+        self._wake_start.send_bytes(b"!")
         if self._thread is None:
             # Known before it runs: an interrupt may come at any time from then on, and it must be ended then too.
             self._thread = threading.Thread(target=self._work, name="shardproof rewards", daemon=True)
@@ -163,32 +163,32 @@ class PendingRewards(contextlib.AbstractContextManager["PendingRewards"]):
             while not self._ended.wait(_START_S) and self._thread.ident is not None:
                 pass
             self._thread = None
-            self._bell.close()
-            self._rope.close()
+            self._wake_end.close()
+            self._wake_start.close()
 
     def _work(self) -> None:
         """The thread: hand calls to the workers and record their answers until all samples are there and scored."""
-        crew = self._runner.crew
-        crew.lock.acquire()
+        pool = self._runner.pool
+        pool.lock.acquire()
         try:
-            while not self._given_up:
-                if self._bell.poll():
-                    self._bell.recv_bytes()
-                    crew.revive()
+            while not self._cancelled:
+                if self._wake_end.poll():
+                    self._wake_end.recv_bytes()
+                    pool.restart_ended()
                 complete = self._complete  # looked at before the queue, which nothing is added to afterwards
-                if self._queue or crew.busy:
-                    crew.dispatch(self._queue)
-                    for call, outcome in crew.pump(self._queue, [self._bell]):
+                if self._queue or pool.busy:
+                    pool.dispatch(self._queue)
+                    for call, outcome in pool.collect(self._queue, [self._wake_end]):
                         self._record(call, outcome)
                 elif complete:
                     return
                 else:
-                    wait([self._bell])
+                    wait([self._wake_end])
         except BaseException as error:
             self._failure = error
         finally:
-            crew.give_up()
-            crew.lock.release()
+            pool.cancel()
+            pool.lock.release()
             self._ended.set()
 
     def _record(self, call: Call, outcome: Outcome) -> None:
