@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from shardproof.digest import digest
-from shardproof.export.manifest import ExportReceipt, Manifest, TensorMeta
+from shardproof.export.manifest import ExportReceipt, Manifest
+from shardproof.weights.writer import TensorMeta
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool)
 

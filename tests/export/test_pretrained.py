@@ -4,6 +4,7 @@ import errno
 import functools
 import json
 import os
+from pathlib import Path
 
 import peft
 import pytest
@@ -18,14 +19,16 @@ from transformers import (
 )
 
 import shardproof as sp
-from shardproof.export import pretrained
 from shardproof.files import FolderLock
+from shardproof.weights.writer import FileWriter
 from tests.export.test_stream import collect, differences, load, lora_config, read_folder, train
 from tests.models import make_checkpoint, tiny_config
 from tests.ranks import run_ranks, run_ranks_outcomes
 from tests.shard.test_bad_checkpoints import assert_all_raise
 from tests.shard.test_families import ALL_FAMILIES, TOKENS
 from tests.shard.test_load import full_state
+
+pytestmark = pytest.mark.distributed
 
 INDEX = "model.safetensors.index.json"
 COMPANIONS = {
@@ -109,7 +112,7 @@ def save_with(source, target, options, how):
 def note_writers(source, target, limit):
     """The files that this rank opened."""
     opened = []
-    real = pretrained._Files.write
+    real = FileWriter.write
 
     def write(self, name, tensor):
         before = set(self._open)
@@ -117,7 +120,7 @@ def note_writers(source, target, limit):
         opened.extend(set(self._open) - before)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pretrained._Files, "write", write)
+        patch.setattr(FileWriter, "write", write)
         sp.save_pretrained(load(source), target, max_file_bytes=limit)
     return opened
 
@@ -469,13 +472,13 @@ def save_on_a_full_disk(source, target, where):
     policy = load(source)
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     if dist.get_rank() == 1:
-        real_open = pretrained.Path.open
+        real_open = Path.open
 
         def open_full(self, *args, **kwargs):
             return FullFile(real_open(self, *args, **kwargs), full, where)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(pretrained.Path, "open", open_full)
+            patch.setattr(Path, "open", open_full)
             sp.save_pretrained(policy, target, max_file_bytes=60_000)
     else:
         sp.save_pretrained(policy, target, max_file_bytes=60_000)

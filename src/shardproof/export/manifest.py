@@ -5,29 +5,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import torch
 
 from shardproof.digest import digest
 from shardproof.findings import Finding
-
-
-@dataclass(frozen=True)
-class TensorMeta:
-    """A tensor of the stream before it is sent."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @cached_property
-    def described(self) -> str:
-        return f"{self.name}\0{self.dtype}\0{self.shape}\0"
-
-    @property
-    def nbytes(self) -> int:
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
+from shardproof.weights.writer import TensorMeta
 
 
 @dataclass(frozen=True)

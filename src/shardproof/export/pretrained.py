@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import secrets
 import shutil
-import struct
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,7 +19,7 @@ from transformers import PretrainedConfig
 from shardproof.dist.collectives import exchange, together
 from shardproof.dist.shared_folder import check_seen, disk_errors
 from shardproof.errors import fail
-from shardproof.export.manifest import ExportReceipt, TensorMeta
+from shardproof.export.manifest import ExportReceipt
 from shardproof.export.stream import WeightStream
 from shardproof.foreign import open_foreign
 from shardproof.model.lora import ADAPTER
@@ -32,13 +30,12 @@ from shardproof.weights.model_folder import (
     ADAPTER_NAME,
     CONFIG_NAME,
     STAGE,
-    WRITER,
     ModelFolder,
 )
-from shardproof.weights.reader import DTYPES, INDEX_NAME, SINGLE_NAME
+from shardproof.weights.reader import INDEX_NAME
+from shardproof.weights.writer import FilePlan, FileWriter, plan_files, write_index
 
 _MAX_FILE_BYTES = 4 * 10**9
-_CODES = {dtype: code for code, dtype in DTYPES.items()}
 # Weights and what describes them are written anew; everything else in the source folder belongs to the model.
 _NOT_COPIED = {CONFIG_NAME, ADAPTER_CONFIG}
 _COPIED_SUFFIXES = {".json", ".txt", ".model", ".jinja", ".py", ".tiktoken"}
@@ -61,7 +58,8 @@ def save_pretrained(
     """
     stream = WeightStream(policy, dtype, merge_lora=merge_lora)
     adapter_only = stream.payload.adapter_only
-    files = _plan_files(stream.metadata(), max_file_bytes, adapter_only)
+    metas = stream.metadata()
+    files = {ADAPTER_NAME: metas} if adapter_only else plan_files(metas, max_file_bytes)
     nonce = exchange(secrets.token_hex(4))[0]
     with _writing(folder):
         place = ModelFolder(Path(folder), adapter_only, nonce)
@@ -93,7 +91,7 @@ def _writing(folder: str | os.PathLike[str]) -> Iterator[None]:
         yield
 
 
-def _described(files: dict[str, list[TensorMeta]], adapter_only: bool) -> set[str]:
+def _described(files: FilePlan, adapter_only: bool) -> set[str]:
     """The files that say what is in the weights."""
     if adapter_only:
         return {ADAPTER_CONFIG}
@@ -116,12 +114,10 @@ def _companions(source: Path) -> list[str]:
     return found
 
 
-def _write_files(
-    stream: WeightStream, partial: Path, files: dict[str, list[TensorMeta]]
-) -> list[tuple[int, str, int]]:
+def _write_files(stream: WeightStream, partial: Path, files: FilePlan) -> list[tuple[int, str, int]]:
     """Write the stream's tensors; returns (rank, file, size) of all that was written. Collective: every rank."""
-    mine = [file for index, file in enumerate(files) if index % dist.get_world_size() == dist.get_rank()]
-    output = _Files(partial, files, mine)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    output = FileWriter(partial, {file: files[file] for file in list(files)[rank::world_size]})
     try:
         with stream:
             for name, tensor in stream:
@@ -132,91 +128,13 @@ def _write_files(
     sizes: dict[str, int] = {}
     with together(STAGE):
         sizes = output.finish()
-    return [(rank, name, size) for rank, row in enumerate(exchange(sizes)) for name, size in row.items()]
+        if output.problem is not None:
+            problem = f"{type(output.problem).__name__}: {output.problem}"
+            raise fail("E408", STAGE, problem, rank=rank)
+    return [(owner, name, size) for owner, row in enumerate(exchange(sizes)) for name, size in row.items()]
 
 
-def _plan_files(metas: Sequence[TensorMeta], limit: int, adapter_only: bool) -> dict[str, list[TensorMeta]]:
-    """File names with their tensors, in stream order, each file up to `limit` bytes."""
-    groups: list[list[TensorMeta]] = [[]]
-    size = 0
-    for meta in metas:
-        if groups[-1] and size + meta.nbytes > limit and not adapter_only:
-            groups.append([])
-            size = 0
-        groups[-1].append(meta)
-        size += meta.nbytes
-    if adapter_only:
-        return {ADAPTER_NAME: groups[0]}
-    if len(groups) == 1:
-        return {SINGLE_NAME: groups[0]}
-    return {f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups)}
-
-
-class _Files:
-    """Safetensors files written tensor by tensor."""
-
-    def __init__(self, folder: Path, files: dict[str, list[TensorMeta]], mine: list[str]):
-        self._folder = folder
-        self._open: dict[str, BinaryIO] = {}
-        self._places: dict[str, tuple[str, int]] = {}
-        self._headers: dict[str, bytes] = {}
-        self._sizes: dict[str, int] = {}
-        self._problem: Exception | None = None
-        for file in mine:
-            header: dict[str, Any] = {"__metadata__": {"format": "pt", **WRITER}}
-            offset = 0
-            for meta in files[file]:
-                end = offset + meta.nbytes
-                places = {"shape": list(meta.shape), "data_offsets": [offset, end]}
-                header[meta.name] = {"dtype": _CODES[meta.dtype], **places}
-                self._places[meta.name] = (file, offset)
-                offset = end
-            raw = json.dumps(header).encode()
-            self._headers[file] = raw + b" " * (-len(raw) % 8)
-            self._sizes[file] = 8 + len(self._headers[file]) + offset
-
-    def write(self, name: str, tensor: torch.Tensor) -> None:
-        """Put a tensor in its place, if it is one of this rank's files.
-
-        A rank that cannot write still takes part in the stream's gathers; `finish` raises what went wrong.
-        """
-        if name not in self._places or self._problem is not None:
-            return
-        file, offset = self._places[name]
-        try:
-            if file not in self._open:
-                self._open[file] = (self._folder / file).open("xb")
-                self._open[file].write(struct.pack("<Q", len(self._headers[file])) + self._headers[file])
-            handle = self._open[file]
-            handle.seek(8 + len(self._headers[file]) + offset)
-            raw = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-            handle.write(raw.numpy().data)
-        except Exception as error:  # of the disk, or of memory
-            self._problem = error
-
-    def finish(self) -> dict[str, int]:
-        """Close the files, which are then on disk; returns their sizes, or raises what went wrong with any."""
-        for handle in self._open.values():
-            try:
-                handle.flush()
-                os.fsync(handle.fileno())
-            except OSError as error:
-                self._problem = self._problem or error
-        self.close()
-        if self._problem is not None:
-            problem = f"{type(self._problem).__name__}: {self._problem}"
-            raise fail("E408", STAGE, problem, rank=dist.get_rank())
-        return self._sizes
-
-    def close(self) -> None:
-        for handle in self._open.values():
-            try:
-                handle.close()
-            except OSError as error:
-                self._problem = self._problem or error
-
-
-def _described_config(policy: ShardedModel, files: dict[str, list[TensorMeta]]) -> PretrainedConfig:
+def _described_config(policy: ShardedModel, files: FilePlan) -> PretrainedConfig:
     """The config of what is in the files: its dtype, and for a critic the classifier that has one value."""
     config = deepcopy(policy.model.config)
     dtypes = Counter(meta.dtype for group in files.values() for meta in group if meta.dtype.is_floating_point)
@@ -232,7 +150,7 @@ def _described_config(policy: ShardedModel, files: dict[str, list[TensorMeta]]) 
 def _write_description(
     policy: ShardedModel,
     folder: Path,
-    files: dict[str, list[TensorMeta]],
+    files: FilePlan,
     companions: Sequence[str],
     adapter_only: bool,
 ) -> None:
@@ -246,10 +164,7 @@ def _write_description(
         return
     _described_config(policy, files).save_pretrained(folder)
     if len(files) > 1:
-        total = sum(meta.nbytes for group in files.values() for meta in group)
-        weight_map = {meta.name: file for file, group in files.items() for meta in group}
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (folder / INDEX_NAME).write_text(json.dumps(index, indent=2))
+        write_index(folder, files)
     for name in companions:
         assert policy.folder is not None
         source = open_foreign(policy.folder / name, STAGE, inside=policy.folder)

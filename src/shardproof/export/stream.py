@@ -16,12 +16,13 @@ from shardproof.dist.deadline import deadline, mesh_groups
 from shardproof.errors import fail
 from shardproof.export.digests import DigestShare
 from shardproof.export.gather import Gatherer
-from shardproof.export.manifest import ExportReceipt, Manifest, TensorMeta
+from shardproof.export.manifest import ExportReceipt, Manifest
 from shardproof.export.payload import Layout, Payload, check_entries, first_not_finite
 from shardproof.findings import Finding
 from shardproof.shard.sharded_model import ShardedModel
 from shardproof.weights.boxes import BoxTensor, orient
 from shardproof.weights.mapping import ExportEntry
+from shardproof.weights.writer import TensorMeta
 
 BUCKET_BYTES = 64 * 2**20
 _DEADLINE_S = 600.0

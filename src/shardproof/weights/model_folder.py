@@ -21,13 +21,12 @@ from shardproof.files import (
 )
 from shardproof.foreign import open_foreign, parse_json
 from shardproof.weights.reader import INDEX_NAME, read_header
+from shardproof.weights.writer import WRITER
 
 STAGE = "save_pretrained"
 ADAPTER_NAME = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
 CONFIG_NAME = "config.json"
-# In the header of every file that a save writes: only such weights are replaced or removed.
-WRITER = {"writer": "shardproof"}
 _WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".gguf"}
 
 
