@@ -4,8 +4,9 @@ import pytest
 import torch.distributed as dist
 
 import shardproof as sp
-from shardproof.rollout.engine import Request, Sampling
+from shardproof.rollout.engine import Request, Sampling, generate
 from shardproof.rollout.local import ShardedEngine
+from shardproof.rollout.trajectory import Trajectory
 from shardproof.shard.holdings import local_shards
 from shardproof.shard.offload import HostCopy
 from tests.ranks import run_ranks, run_ranks_outcomes
@@ -67,7 +68,9 @@ def ask_an_offloaded_policy(what, folder):
             "step": lambda: sp.train_step(policy, my_batch(), optimizer),
             "save": lambda: sp.save_checkpoint(folder, policy, optimizer, step=9),
             "resume": lambda: sp.resume(folder, policy, optimizer),
-            "generate": lambda: ShardedEngine(policy).generate([Request((1, 2), 0)], Sampling(2)),
+            "generate": lambda: generate(
+                ShardedEngine(policy), [Request(Trajectory.of_prompt((1, 2)), 0)], Sampling(2)
+            ),
         }[what]()
     finally:
         assert before == everything(policy, optimizer, None)

@@ -211,7 +211,7 @@ def sync_twice(folder, kind):
 
 
 def generate_before_the_first_sync(folder):
-    EmbeddedEngine(load(folder)).generate([], Sampling(1))
+    generate(EmbeddedEngine(load(folder)), [], Sampling(1))
 
 
 def test_an_engine_that_was_never_sent_anything_says_so(folders):

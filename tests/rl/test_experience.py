@@ -31,16 +31,16 @@ def run_with_nan(recipe: str, rank: int, canary: bool) -> dict[str, float]:
     """A run in which a rank's engine is not sure of one token, in the canary or in the batch."""
     from shardproof.rollout.local import EmbeddedEngine
 
-    generate = EmbeddedEngine.generate
+    complete = EmbeddedEngine.complete
 
-    def generate_nan(self: Any, requests: Any, sampling: Any) -> Any:
-        made = generate(self, requests, sampling)
+    def complete_nan(self: Any, requests: Any, sampling: Any) -> Any:
+        made = complete(self, requests, sampling)
         if dist.get_rank() == rank and (len(requests) == 1) == canary:
-            made[-1] = replace(made[-1], logprobs=(*made[-1].logprobs[:-1], float("nan")))
+            made[-1] = with_last(made[-1], logprobs=(*made[-1].segments[-1].logprobs[:-1], float("nan")))
         return made
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(EmbeddedEngine, "generate", generate_nan)
+        patch.setattr(EmbeddedEngine, "complete", complete_nan)
         return run_recipe(recipe)
 
 

@@ -11,6 +11,7 @@ from shardproof.rollout.decode import decode
 from shardproof.rollout.engine import Request, Sampling
 from shardproof.rollout.proof import CAPACITY
 from shardproof.rollout.static import FixedDecoder, ModelStep, fits
+from shardproof.rollout.trajectory import Trajectory
 from tests.models import make_checkpoint, tiny_config
 
 CPU = torch.device("cpu")
@@ -27,6 +28,10 @@ def model_of(family, tmp_path_factory):
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     return model_of("qwen3_tied", tmp_path_factory)
+
+
+def ask(prompts, first_seed=0):
+    return [Request(Trajectory.of_prompt(p), first_seed + row) for row, p in enumerate(prompts)]
 
 
 def grown(model, requests, sampling):
@@ -48,7 +53,8 @@ def assert_same(found, wanted):
     assert [c.tokens for c in found] == [c.tokens for c in wanted]
     assert [(c.finished, c.version) for c in found] == [(c.finished, c.version) for c in wanted]
     for one, other in zip(found, wanted, strict=True):
-        assert torch.allclose(torch.tensor(one.logprobs), torch.tensor(other.logprobs), atol=1e-5)
+        said, expected = (torch.tensor(each.sampled[-1].logprobs) for each in (one, other))
+        assert torch.allclose(said, expected, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +70,7 @@ def assert_same(found, wanted):
     ids=["plain", "greedy", "nucleus", "stops", "one token", "stops at once"],
 )
 def test_the_same_tokens_and_log_probs(model, sampling):
-    requests = [Request(prompt, seed) for seed, prompt in enumerate(PROMPTS)]
+    requests = ask(PROMPTS)
     decoder = FixedDecoder(model, CPU)
     assert_same(fixed(decoder, requests, sampling), grown(model, requests, sampling))
 
@@ -73,7 +79,7 @@ def test_the_same_tokens_and_log_probs(model, sampling):
 def test_mixtures_of_experts(family, tmp_path_factory):
     model = model_of(family, tmp_path_factory)
     assert fits(model)
-    requests = [Request(prompt, seed) for seed, prompt in enumerate(PROMPTS)]
+    requests = ask(PROMPTS)
     assert_same(fixed(FixedDecoder(model, CPU), requests, Sampling(12)), grown(model, requests, Sampling(12)))
 
 
@@ -81,8 +87,8 @@ def test_memory_is_used_again_and_leaves_nothing_behind(model):
     """Another batch of the same size, after weights have changed; then the first again."""
     decoder = FixedDecoder(model, CPU)
     sampling = Sampling(12)
-    first = [Request(prompt, seed) for seed, prompt in enumerate(PROMPTS)]
-    second = [Request(prompt[::-1], seed + 7) for seed, prompt in enumerate(PROMPTS)]
+    first = ask(PROMPTS)
+    second = ask([prompt[::-1] for prompt in PROMPTS], 7)
     for requests in (first, second, first):
         assert_same(fixed(decoder, requests, sampling), grown(model, requests, sampling))
         with torch.no_grad():
@@ -150,7 +156,7 @@ class OtherStep(ModelStep):
 
 
 def many(rows, length=3):
-    return [Request(tuple((7 * row + 3 * at) % 64 for at in range(length)), row) for row in range(rows)]
+    return ask([tuple((7 * row + 3 * at) % 64 for at in range(length)) for row in range(rows)])
 
 
 WRONG = {
@@ -191,7 +197,7 @@ def test_a_fused_step_that_is_right_is_used(model, monkeypatch, caplog, recordin
     assert caplog.text == ""
     recorded = recorder.recorded
     assert recorded == (0 if rows == 1 else 2)  # one to compare, one to decode
-    for again in (requests, [Request(r.tokens[::-1], r.seed + 5) for r in requests]):
+    for again in (requests, ask([r.tokens[::-1] for r in requests], 5)):
         assert_same(fixed(decoder, again, Sampling(9)), grown(model, again, Sampling(9)))
     assert recorder.recorded == recorded
     assert decoder._proved == {("fused kernels", rows)}
@@ -339,7 +345,7 @@ def test_kernels_that_draw_what_was_asked_for_are_used(model, monkeypatch, caplo
     monkeypatch.setattr(static, "fused_record", draw_with(None, calls, Graphs()))
     decoder = FixedDecoder(model, CPU)
     decoder._draws = True
-    requests = [Request(prompt, seed) for seed, prompt in enumerate(PROMPTS)]
+    requests = ask(PROMPTS)
     for sampling in (
         Sampling(9),
         Sampling(9, temperature=0.7),

@@ -103,7 +103,7 @@ def plain_kernels(monkeypatch):
 def test_step_by_step_what_the_model_says(plain_kernels, family, overrides):
     model = make_model(family, **overrides)
     before = getattr(model.config, "_experts_implementation", None)
-    requests = [Request(tuple(range(3, 4 + n)), n) for n in (1, 7, 3, 12)]
+    requests = [Request(Trajectory.of_prompt(tuple(range(3, 4 + n))), n) for n in (1, 7, 3, 12)]
     with torch.no_grad():
         started = Prefilled(model, requests, CPU)
         steps = [FusedStep(model, 4, 32), ModelStep(model, 4, 32, CPU)]

@@ -23,6 +23,7 @@ from shardproof.model.roles import CRITIC, REFERENCE
 from shardproof.rollout.engine import Engine, Sampling
 from shardproof.rollout.engine import Request as Prompt
 from shardproof.rollout.local import EmbeddedEngine, ShardedEngine
+from shardproof.rollout.trajectory import Trajectory
 from shardproof.shard.attest import attest
 from shardproof.shard.load import load
 from shardproof.shard.memory import free_memory
@@ -292,9 +293,10 @@ def probe_generate(patient: Patient) -> Outcome:
     if patient.engine is None:
         return "a critic does not generate", []
     prompt = patient.my_sequences[-1][:-_NEW_TOKENS] or patient.my_sequences[-1]
-    (completion,) = patient.engine.generate([Prompt(tuple(prompt), seed=0)], Sampling(_NEW_TOKENS))
-    (trained,) = logprobs(patient.policy, [[*prompt, *completion.tokens]])
-    gap = (trained.cpu()[len(prompt) - 1 :] - torch.tensor(completion.logprobs)).abs().max()
+    request = Prompt(Trajectory.of_prompt(tuple(prompt)), seed=0)
+    (made,) = generate(patient.engine, [request], Sampling(_NEW_TOKENS))
+    (trained,) = logprobs(patient.policy, [list(made.tokens)])
+    gap = (trained.cpu()[len(prompt) - 1 :] - torch.tensor(made.sampled[-1].logprobs)).abs().max()
     gaps = exchange(float(gap))
     allowed = 1e-2 if patient.layout.dtype == "fp32" else 0.5
     findings = [

@@ -22,12 +22,29 @@ from shardproof.rl.reward_failures import result_together
 from shardproof.rl.rewards import PendingRewards
 from shardproof.rl.setup import Run
 from shardproof.rl.templates import panics_as_errors
-from shardproof.rollout.engine import Completion, Request, Sampling
+from shardproof.rollout.engine import Request, Sampling, answers
+from shardproof.rollout.trajectory import Trajectory
 from shardproof.train.batching import Batch
 from shardproof.train.score import logprobs, values
 
 _MAX_ROUNDS = 4  # of sampling, when groups without a signal are dropped
 _MAX_ERRORS = 3  # of rewards that a rank reports in a step
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What the policy wrote after a prompt."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finished: bool
+    version: int
+
+    @classmethod
+    def of(cls, trajectory: Trajectory) -> Completion:
+        last = trajectory.segments[-1]
+        assert last.logprobs is not None and last.version is not None
+        return cls(last.tokens, last.logprobs, trajectory.finished, last.version)
 
 
 @dataclass
@@ -115,7 +132,9 @@ def sample_groups(
     """`size` completions of each of this rank's prompts, which `pending` gets as they come. Collective: every rank."""
     seed = run.recipe.train.seed
     requests = [
-        Request(p.tokens, sample_seed(seed, step, i * size + g)) for i, p in mine for g in range(size)
+        Request(Trajectory.of_prompt(p.tokens, i, g), sample_seed(seed, step, i * size + g))
+        for i, p in mine
+        for g in range(size)
     ]
     prompts = [prompt for _, prompt in mine for _ in range(size)]
     completions, texts = _generate(run, prompts, requests, sampling, pending)
@@ -149,17 +168,15 @@ def _generate(
     sampling: Sampling,
     pending: PendingRewards,
 ) -> tuple[list[Completion], list[str]]:
-    """Completions and their texts in batches, as many calls on every rank; one's rewards run while the next is made."""
-    size = run.recipe.rollout.batch_size
-    num_calls = max(exchange(-(-len(requests) // size)))
+    """Completions and their texts; rewards of those that the engine has answered run while it answers the others."""
     completions: list[Completion] = []
     texts: list[str] = []
     with _lending(run):
-        for call in range(num_calls):
-            part = slice(call * size, (call + 1) * size)
-            fresh = run.engine.generate(requests[part], sampling)
+        for answered in answers(run.engine, requests, sampling):
+            asked = [prompts[index] for index, _ in answered]
+            fresh = [Completion.of(trajectory) for _, trajectory in answered]
             written = [_text(run, completion) for completion in fresh]
-            pending.add([(p.text, text, p.row) for p, text in zip(prompts[part], written, strict=True)])
+            pending.add([(p.text, text, p.row) for p, text in zip(asked, written, strict=True)])
             completions += fresh
             texts += written
     raise_together(_unusable(run, completions))

@@ -22,7 +22,8 @@ from shardproof.rl.same_run import Resume
 from shardproof.rl.setup import Run, set_up
 from shardproof.rl.stopping import StopFlag, Stopped
 from shardproof.rl.updates import step_metrics, update
-from shardproof.rollout.engine import Request, Sampling
+from shardproof.rollout.engine import Request, Sampling, generate
+from shardproof.rollout.trajectory import Trajectory
 from shardproof.train.score import logprobs
 
 _CANARY_TOKENS = 8
@@ -147,9 +148,10 @@ def canary(run: Run) -> float:
     """
     prompt = run.prompts[0].tokens
     sampling = Sampling(min(_CANARY_TOKENS, run.sampling.max_new_tokens), run.sampling.temperature)
-    (completion,) = run.engine.generate([Request(prompt, seed=run.recipe.train.seed)], sampling)
-    (trained,) = logprobs(run.policy.model, [[*prompt, *completion.tokens]], run.sampling.temperature)
-    gap = (trained.cpu()[len(prompt) - 1 :] - torch.tensor(completion.logprobs)).abs().max()
+    request = Request(Trajectory.of_prompt(prompt), seed=run.recipe.train.seed)
+    (made,) = generate(run.engine, [request], sampling)
+    (trained,) = logprobs(run.policy.model, [list(made.tokens)], run.sampling.temperature)
+    gap = (trained.cpu()[len(prompt) - 1 :] - torch.tensor(made.sampled[-1].logprobs)).abs().max()
     return largest(exchange(float(gap)))
 
 

@@ -102,7 +102,8 @@ def set_up(recipe: Recipe) -> Run:
         section = recipe.critic or Role()
         critic = _trained(recipe, _load_role(recipe, section, "critic", inputs.config), section.lr)
     # Imitation samples for its evaluation alone, and a replica would have to be kept up to date for that.
-    engine = ShardedEngine(policy) if imitate else make_engine(recipe, policy)
+    size = recipe.rollout.batch_size
+    engine = ShardedEngine(policy, size) if imitate else make_engine(recipe, policy)
     trained = _trained(recipe, policy, None)
     rollout = recipe.rollout
     # One of the hosts may have a file that another lacks.
@@ -160,9 +161,10 @@ def make_engine(recipe: Recipe, policy: ShardedModel) -> Engine:
 
         given = recipe.rollout.vllm.model_dump()
         given["args"] += ["--trust-remote-code"] if recipe.model.trust_remote_code else []
-        return VllmEngine(policy, VllmSettings(**given), recipe.canary_tolerance)
+        return VllmEngine(policy, VllmSettings(**given), recipe.canary_tolerance, recipe.rollout.batch_size)
     with together("rollout"):  # a replica may fit the memory of some ranks and not of others
-        return EmbeddedEngine(policy) if recipe.rollout.engine == "embedded" else ShardedEngine(policy)
+        kind = EmbeddedEngine if recipe.rollout.engine == "embedded" else ShardedEngine
+        return kind(policy, recipe.rollout.batch_size)
 
 
 def _load_role(recipe: Recipe, section: Role | None, role: str, config: PretrainedConfig) -> ShardedModel:

@@ -10,7 +10,8 @@ import torch
 from torch.nn.functional import pad
 from transformers import Cache, DynamicCache, PreTrainedModel
 
-from shardproof.rollout.engine import Completion, Request, Sampling
+from shardproof.rollout.engine import Request, Sampling
+from shardproof.rollout.trajectory import Trajectory
 
 _BLOCK = 128  # entries of the vocabulary whose weights are added up together
 
@@ -45,8 +46,8 @@ def decode(
     version: int,
     anyone_left: AnyoneLeft | None = None,
     idle: Callable[[], None] | None = None,
-) -> list[Completion]:
-    """Complete all requests in one batch; a prompt that several share is read once, and a finished one leaves.
+) -> list[Trajectory]:
+    """Answer all requests in one batch; a prompt that several share is read once, and a finished row leaves.
 
     With `anyone_left` every forward is collective: a rank that is done runs `idle` until the others are too.
     """
@@ -65,8 +66,8 @@ def decode(
         tokens, logprobs = draw(logits, [requests[row].seed for row in batch.rows], step, sampling)
         batch.advance(tokens, logprobs, sampling)
     return [
-        Completion(tuple(tokens), tuple(logprobs), finished, version)
-        for tokens, logprobs, finished in zip(batch.tokens, batch.logprobs, batch.finished, strict=True)
+        request.answered(batch.tokens[row], batch.logprobs[row], batch.finished[row], version)
+        for row, request in enumerate(requests)
     ]
 
 
@@ -148,7 +149,7 @@ class Prefilled:
 def draw(
     logits: torch.Tensor, seeds: Sequence[int], step: int, sampling: Sampling
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(token, its log-prob) for each row, from one uniform number a row that only its seed and the step decide."""
+    """(token, its log-prob) for each row, from one uniform number per row, which only its seed and the step decide."""
     return choose(logits, torch.from_numpy(uniform_numbers(seeds, step)).to(logits.device), sampling)
 
 

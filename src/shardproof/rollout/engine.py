@@ -1,14 +1,16 @@
-"""What a rollout engine is: it completes prompts, and it takes weights."""
+"""What a rollout engine is: it takes requests and weights, and it is polled for trajectories."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from shardproof.bounds import require_number
+from shardproof.errors import fail
 from shardproof.export.manifest import ExportReceipt
 from shardproof.export.stream import WeightStream
+from shardproof.rollout.trajectory import Segment, Trajectory
 
 
 @dataclass(frozen=True)
@@ -28,20 +30,22 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt to complete. The seed decides every draw, whatever else is in the batch."""
+    """A trajectory to continue. The seed decides every draw, whatever else is in the batch."""
 
-    tokens: tuple[int, ...]
+    trajectory: Trajectory
     seed: int
 
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """What the policy reads before it writes."""
+        return self.trajectory.tokens
 
-@dataclass(frozen=True)
-class Completion:
-    """What an engine answers: token ids, the log-prob each was drawn with, and the weights' version."""
-
-    tokens: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    finished: bool  # it ended with a stop token, not at the length limit
-    version: int
+    def answered(
+        self, tokens: Sequence[int], logprobs: Sequence[float], finished: bool, version: int
+    ) -> Trajectory:
+        """The trajectory with what the policy wrote at its end."""
+        segment = Segment(tuple(tokens), "policy", tuple(logprobs), version, trained=True)
+        return self.trajectory.extended(segment, finished)
 
 
 class Engine(Protocol):
@@ -49,7 +53,7 @@ class Engine(Protocol):
 
     @property
     def version(self) -> int:
-        """Of the weights it samples from."""
+        """Of the weights it samples from; -1 if it has none."""
         ...
 
     @property
@@ -57,14 +61,52 @@ class Engine(Protocol):
         """What the engine's own canary measured at the last sync; None if it has none, and the loop runs one."""
         ...
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
-        """Complete this rank's requests, in their order. Collective: every rank, possibly with no request."""
+    @property
+    def busy(self) -> bool:
+        """Whether requests of any rank are unanswered. The same on every rank."""
+        ...
+
+    def submit(self, requests: Sequence[Request], sampling: Sampling) -> list[int]:
+        """Take this rank's requests; returns a ticket for each. Collective: every rank, possibly with no request."""
+        ...
+
+    def poll(self) -> list[tuple[int, Trajectory]]:
+        """Work, or wait, for answers; returns (ticket, trajectory) for those that are ready on this rank, possibly none.
+
+        A request that cannot be answered raises on every rank, and no request is left then. Collective: every rank.
+        """
         ...
 
     def load_weights(self, stream: WeightStream) -> ExportReceipt:
         """Take the weights of a policy. Collective: every rank."""
         ...
 
+    def sleep(self) -> None:
+        """Give up memory until `wake`. Weights are lost; the next `load_weights` brings them. Collective: every rank."""
+        ...
+
+    def wake(self) -> None:
+        """Take the memory back that `sleep` gave up. Collective: every rank."""
+        ...
+
     def close(self) -> None:
         """End what the engine started."""
         ...
+
+
+def answers(
+    engine: Engine, requests: Sequence[Request], sampling: Sampling
+) -> Iterator[list[tuple[int, Trajectory]]]:
+    """[(index in `requests`, trajectory)] as they come. Collective: every rank."""
+    if engine.busy:
+        fix = "poll it until it is not busy"
+        raise fail("R501", "generate", "the engine still has other requests to answer.", fix=fix)
+    indices = {ticket: index for index, ticket in enumerate(engine.submit(requests, sampling))}
+    while engine.busy:
+        yield [(indices[ticket], trajectory) for ticket, trajectory in engine.poll()]
+
+
+def generate(engine: Engine, requests: Sequence[Request], sampling: Sampling) -> list[Trajectory]:
+    """All answers, in the order of the requests. Collective: every rank."""
+    found = dict(answer for some in answers(engine, requests, sampling) for answer in some)
+    return [found[index] for index in range(len(requests))]

@@ -10,64 +10,88 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from shardproof.dist.collectives import exchange, raise_together, together
-from shardproof.errors import fail
 from shardproof.export.manifest import ExportReceipt
 from shardproof.export.stream import WeightStream
 from shardproof.findings import Finding
 from shardproof.model import hf_private
 from shardproof.model.buffers import compute_buffers
 from shardproof.rollout.decode import decode, last_logits
-from shardproof.rollout.engine import Completion, Request, Sampling
+from shardproof.rollout.engine import Request, Sampling
+from shardproof.rollout.queue import BatchEngine
 from shardproof.rollout.static import FixedDecoder, fits
+from shardproof.rollout.trajectory import Trajectory
 from shardproof.shard.sharded_model import ShardedModel
 from shardproof.weights.boxes import Piece, orient
 from shardproof.weights.mapping import CheckpointMap, map_checkpoint
 from shardproof.weights.reader import TensorEntry
 
 
-class EmbeddedEngine:
+class EmbeddedEngine(BatchEngine):
     """A whole replica of the policy in this process, in the policy's compute dtype. Every rank has its own."""
 
     canary_gap = None
+    version = -1
 
-    def __init__(self, policy: ShardedModel):
+    def __init__(self, policy: ShardedModel, batch_size: int = 256):
+        super().__init__(batch_size)
         self.device = policy.device
-        self.version = -1
         self.model = _empty_replica(policy)
         self._inlet = _Inlet(self.model, WeightStream(policy, policy.settings.compute_dtype))
         self._fixed = None
         if self.device.type == "cuda" and fits(self.model):
             self._fixed = FixedDecoder(self.model, self.device)
 
+    @torch.no_grad()
+    def complete(self, requests: Sequence[Request], sampling: Sampling) -> list[Trajectory]:
+        """Answer a batch, each rank with its own replica; what fails on one rank fails on all. Collective: every rank."""
+        with together("generate"):
+            if self._fixed is not None:
+                found = self._fixed(requests, sampling, self.version)
+            else:
+                found = decode(
+                    partial(last_logits, self.model),
+                    requests,
+                    sampling,
+                    config=self.model.config,
+                    device=self.device,
+                    version=self.version,
+                )
+        return found
+
     def load_weights(self, stream: WeightStream) -> ExportReceipt:
         """Write a stream into the replica; every element must arrive exactly once. Collective: every rank."""
+        self.check_awake("load_weights")
         with stream:
             self._inlet.take(stream)
         assert stream.receipt is not None
         self.version = stream.receipt.version
         return stream.receipt
 
+    def sleep(self) -> None:
+        """Give up the memory of the replica's parameters, and what decoding keeps. Collective: every rank."""
+        self.check_idle("sleep")
+        self.version, self.asleep = -1, True
+        if self._fixed is not None:
+            self._fixed.release()
+        for param in self.model.parameters():
+            param.untyped_storage().resize_(0)  # the parameters stay, and with them where a stream is written
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def wake(self) -> None:
+        """Take the memory back, unwritten. Collective: every rank."""
+        with together("rollout"):  # there may be enough of it on some ranks and not on others
+            for param in self.model.parameters():
+                if not param.untyped_storage().nbytes():
+                    param.untyped_storage().resize_(param.nbytes)
+                    param.data.fill_(float("nan"))
+        self.asleep = False
+
     def close(self) -> None:
         """Nothing was started."""
 
-    @torch.no_grad()
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
-        """Complete this rank's requests. Not collective: each rank has its replica."""
-        if self.version < 0:
-            raise fail("R501", "generate", "the engine has no weights yet.")
-        if self._fixed is not None:
-            return self._fixed(requests, sampling, self.version)
-        return decode(
-            partial(last_logits, self.model),
-            requests,
-            sampling,
-            config=self.model.config,
-            device=self.device,
-            version=self.version,
-        )
 
-
-class ShardedEngine:
+class ShardedEngine(BatchEngine):
     """Generation straight from the FSDP module, for a policy whose replica does not fit.
 
     Every token gathers the whole model once, so all ranks decode in step until the last one is done.
@@ -75,26 +99,17 @@ class ShardedEngine:
 
     canary_gap = None
 
-    def __init__(self, policy: ShardedModel):
+    def __init__(self, policy: ShardedModel, batch_size: int = 256):
+        super().__init__(batch_size)
         self.policy = policy
 
     @property
     def version(self) -> int:
         return self.policy.version
 
-    def load_weights(self, stream: WeightStream) -> ExportReceipt:
-        """Nothing to load: the engine samples from the policy itself. The receipt says what it holds."""
-        for _ in stream:
-            pass
-        assert stream.receipt is not None
-        return stream.receipt
-
-    def close(self) -> None:
-        """Nothing was started."""
-
     @torch.no_grad()
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
-        """Complete this rank's requests. Collective: every rank, with as many or as few requests as it has."""
+    def complete(self, requests: Sequence[Request], sampling: Sampling) -> list[Trajectory]:
+        """Answer a batch. Collective: every rank, with as many or as few requests as it has."""
         with together("generate"):
             self.policy.check_resident("generate")
         was_training = self.policy.module.training
@@ -117,6 +132,22 @@ class ShardedEngine:
         self.policy.module(
             task="logits", input_ids=torch.zeros(1, 1, dtype=torch.int64, device=self.policy.device)
         )
+
+    def load_weights(self, stream: WeightStream) -> ExportReceipt:
+        """Nothing to load: the engine samples from the policy itself. The receipt says what it holds."""
+        for _ in stream:
+            pass
+        assert stream.receipt is not None
+        return stream.receipt
+
+    def sleep(self) -> None:
+        """Nothing to give up: the memory is the policy's own."""
+
+    def wake(self) -> None:
+        """Nothing was given up."""
+
+    def close(self) -> None:
+        """Nothing was started."""
 
 
 def _empty_replica(policy: ShardedModel) -> PreTrainedModel:

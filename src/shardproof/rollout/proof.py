@@ -18,6 +18,7 @@ from shardproof.rollout import graphs
 from shardproof.rollout.decode import Prefilled
 from shardproof.rollout.engine import Request, Sampling
 from shardproof.rollout.progress import Progress, draws_rightly
+from shardproof.rollout.trajectory import Trajectory
 
 CAPACITY = 256  # of the caches in which steps are compared
 _STEPS = 3  # at least
@@ -93,7 +94,7 @@ def _requests(rows: int, lengths: tuple[int, ...], vocabulary: int) -> list[Requ
         tuple((31 * at * at + 17 * at + 41 * number + 3) % vocabulary for at in range(length))
         for number, length in enumerate(lengths)
     ]
-    return [Request(prompts[row % len(prompts)], row) for row in range(rows)]
+    return [Request(Trajectory.of_prompt(prompts[row % len(prompts)]), row) for row in range(rows)]
 
 
 class _Driver:

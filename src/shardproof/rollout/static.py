@@ -23,10 +23,11 @@ from shardproof.model import hf_private
 from shardproof.model.compiling import can_compile
 from shardproof.rollout import graphs
 from shardproof.rollout.decode import Prefilled, last_logits
-from shardproof.rollout.engine import Completion, Request, Sampling
+from shardproof.rollout.engine import Request, Sampling
 from shardproof.rollout.fused import FusedStep, can_fuse, fused_record
 from shardproof.rollout.progress import Progress
 from shardproof.rollout.proof import CAPACITY, Step, compare_draws, compare_steps
+from shardproof.rollout.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
 
@@ -117,8 +118,8 @@ class FixedDecoder:
         self._records = True
         self._proved: set[tuple[Any, ...]] = set()  # what kernels have shown, with how many rows
 
-    def __call__(self, requests: Sequence[Request], sampling: Sampling, version: int) -> list[Completion]:
-        """Complete all requests in one batch."""
+    def __call__(self, requests: Sequence[Request], sampling: Sampling, version: int) -> list[Trajectory]:
+        """Answer all requests in one batch."""
         if not requests:
             return []
         started = Prefilled(self._model, requests, self._device)
@@ -133,9 +134,13 @@ class FixedDecoder:
                 if not self._go_plainer(error):
                     raise
         return [
-            _completion(row, scores, sampling, version)
-            for row, scores in zip(tokens.tolist(), logprobs.tolist(), strict=True)
+            _answer(request, row, scores, sampling, version)
+            for request, row, scores in zip(requests, tokens.tolist(), logprobs.tolist(), strict=True)
         ]
+
+    def release(self) -> None:
+        """Give up all memory, graphs with it. What kernels have shown is remembered."""
+        self._loops.clear()
 
     def _go_plainer(self, error: Exception) -> bool:
         """Give up the fastest way that is left, with all its memory; False if none is."""
@@ -217,11 +222,13 @@ def _can_draw(sampling: Sampling) -> bool:
     return sampling.temperature > 0 and sampling.top_p == 1.0
 
 
-def _completion(tokens: list[int], logprobs: list[float], sampling: Sampling, version: int) -> Completion:
-    """A row, cut after its first stop token."""
+def _answer(
+    request: Request, tokens: list[int], logprobs: list[float], sampling: Sampling, version: int
+) -> Trajectory:
+    """With a row's tokens up to its first stop token."""
     end = next((at + 1 for at, token in enumerate(tokens) if token in sampling.stop_ids), len(tokens))
     finished = tokens[end - 1] in sampling.stop_ids
-    return Completion(tuple(tokens[:end]), tuple(logprobs[:end]), finished, version)
+    return request.answered(tokens[:end], logprobs[:end], finished, version)
 
 
 class _Loop:

@@ -21,8 +21,10 @@ from shardproof.export.manifest import ExportReceipt
 from shardproof.export.pretrained import save_pretrained
 from shardproof.export.shared import SharedWeights
 from shardproof.export.stream import WeightStream
-from shardproof.rollout.engine import Completion, Request, Sampling
+from shardproof.rollout.engine import Request, Sampling
+from shardproof.rollout.queue import BatchEngine
 from shardproof.rollout.sync import CANARY_TOKENS, GENERATE, TOLERANCE, Delivered, Delivery, Proof
+from shardproof.rollout.trajectory import Trajectory
 from shardproof.rollout.vllm_client import Deadline, Refused, Unreachable
 from shardproof.rollout.vllm_plugin import BACKEND
 from shardproof.rollout.vllm_server import Served, VllmServer, VllmSettings
@@ -35,15 +37,21 @@ _PRIME = 7919
 _ADAPTER = "adapter-"  # and the version: an adapter's folder
 
 
-class VllmEngine:
+class VllmEngine(BatchEngine):
     """A vLLM server that samples from the policy's weights. Collective: every rank makes it."""
 
+    version = -1
+
     def __init__(
-        self, policy: ShardedModel, settings: VllmSettings | None = None, tolerance: float | None = None
+        self,
+        policy: ShardedModel,
+        settings: VllmSettings | None = None,
+        tolerance: float | None = None,
+        batch_size: int = 256,
     ):
+        super().__init__(batch_size)
         self.policy = policy
         self.settings = settings or VllmSettings()
-        self.version = -1
         self.proof: Proof | None = None
         self._adapter = policy.has_lora and self.settings.lora == "adapter"
         self._dtype = str(policy.settings.compute_dtype).removeprefix("torch.")
@@ -181,20 +189,17 @@ class VllmEngine:
         self.version = self.policy.version
         return stream.receipt
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
-        """Complete every rank's requests, each under its own seed. Collective: every rank, possibly with no request."""
+    def complete(self, requests: Sequence[Request], sampling: Sampling) -> list[Trajectory]:
+        """Answer every rank's requests, each under its own seed. Collective: every rank, possibly with no request."""
         rows = exchange([[list(request.tokens), request.seed] for request in requests])
         # Ranks of one sequence-parallel group ask for the same; what is asked twice is sampled once.
         index = {(tuple(tokens), seed): None for row in rows for tokens, seed in row}
-        answers: list[Any] = []
+        written: list[Any] = []
         with self._deadline(self._patience + self.settings.request_timeout_s), together("generate"):
             if self.delivery is not None:
-                answers = self._sample(list(index), sampling)
-        answers = exchange(answers)[0]
-        found = {
-            key: Completion(tuple(a[0]), tuple(a[1]), *a[2:]) for key, a in zip(index, answers, strict=True)
-        }
-        return [found[(tuple(request.tokens), request.seed)] for request in requests]
+                written = self._sample(list(index), sampling)
+        found = dict(zip(index, exchange(written)[0], strict=True))
+        return [request.answered(*found[request.tokens, request.seed]) for request in requests]
 
     def _sample(self, asked: list[tuple[tuple[int, ...], int]], sampling: Sampling) -> list[list[Any]]:
         """[tokens, log-probs, finished, version] for each request. Rank 0 alone."""
@@ -238,6 +243,12 @@ class VllmEngine:
 
     def _deadline(self, seconds: float) -> Any:
         return deadline("sync", "R505", seconds + _MARGIN_S, mesh_groups(self.policy.mesh))
+
+    def sleep(self) -> None:
+        raise fail("C001", "rollout", "a vLLM server does not sleep.", fix="set rollout.sleep=false")
+
+    def wake(self) -> None:
+        raise fail("C001", "rollout", "a vLLM server does not sleep.", fix="set rollout.sleep=false")
 
     def close(self) -> None:
         """Stop the server if the run started it, and give the memory back."""

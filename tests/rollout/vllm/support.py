@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 import shardproof as sp
-from shardproof.rollout.engine import Request, Sampling
+from shardproof.rollout.engine import Request, Sampling, generate
+from shardproof.rollout.trajectory import Trajectory
 from shardproof.rollout.vllm_engine import VllmEngine
 from shardproof.rollout.vllm_server import VllmSettings
 
@@ -40,8 +41,12 @@ def change(policy: Any, factor: float = 1.3) -> None:
     policy.num_updates += 1
 
 
+def ask(num: int = 6) -> list[Request]:
+    return [Request(Trajectory.of_prompt(PROMPTS[k % 3]), seed=k) for k in range(num)]
+
+
 def sample(engine: VllmEngine, num: int = 6) -> list[Any]:
-    return engine.generate([Request(PROMPTS[k % 3], seed=k) for k in range(num)], SAMPLING)
+    return generate(engine, ask(num), SAMPLING)
 
 
 def failure(action: Any, *args: Any) -> str:
@@ -55,10 +60,10 @@ def failure(action: Any, *args: Any) -> str:
 
 def worst(engine: VllmEngine, completions: list[Any]) -> float:
     """The largest difference between the engine's log-probs and the trainer's of the same tokens."""
-    sequences = [[*PROMPTS[k % 3], *c.tokens] for k, c in enumerate(completions)]
+    sequences = [list(c.tokens) for c in completions]
     scored = sp.logprobs(engine.policy, sequences, SAMPLING.temperature)
     gaps = []
     for k, (c, row) in enumerate(zip(completions, scored, strict=True)):
         mine = row[len(PROMPTS[k % 3]) - 1 :]
-        gaps.append(float((mine - torch.tensor(c.logprobs)).abs().max()))
+        gaps.append(float((mine - torch.tensor(c.sampled[-1].logprobs)).abs().max()))
     return max(gaps)

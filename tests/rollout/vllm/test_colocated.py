@@ -117,13 +117,12 @@ def experts(folder: str) -> dict[str, Any]:
 
 
 def worst_untrimmed(engine: Any) -> float:
-    from shardproof.rollout.engine import Request, Sampling
-    from tests.rollout.vllm.support import PROMPTS
+    from shardproof.rollout.engine import Sampling, generate
+    from tests.rollout.vllm.support import ask
 
-    requests = [Request(PROMPTS[k % 3], seed=k) for k in range(6)]
-    completions = engine.generate(requests, Sampling(6, temperature=0.7))
+    completions = generate(engine, ask(), Sampling(6, temperature=0.7))
     # Every token of the vocabulary ends a completion by the checkpoint's generation config, which does not count.
-    assert {len(c.tokens) for c in completions} == {6}
+    assert {c.num_sampled for c in completions} == {6}
     return worst(engine, completions)
 
 

@@ -67,10 +67,9 @@ def refuse_old(recipe: str) -> str:
     from shardproof.rollout.local import EmbeddedEngine
 
     class Lagging(EmbeddedEngine):
-        def generate(self, requests: Any, sampling: Any) -> Any:
-            from dataclasses import replace
-
-            return [replace(c, version=c.version - 1) for c in super().generate(requests, sampling)]
+        def complete(self, requests: Any, sampling: Any) -> Any:
+            made = super().complete(requests, sampling)
+            return [with_last(t, version=t.segments[-1].version - 1) for t in made]
 
     setup.EmbeddedEngine = Lagging
     try:

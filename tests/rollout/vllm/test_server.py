@@ -17,8 +17,9 @@ import shardproof as sp
 from shardproof.dist.region import map_region
 from shardproof.export.shared import SharedAddress
 from shardproof.rollout import sync as rollout_sync
-from shardproof.rollout.engine import Request, Sampling
+from shardproof.rollout.engine import Request, Sampling, generate
 from shardproof.rollout.local import EmbeddedEngine
+from shardproof.rollout.trajectory import Trajectory
 from shardproof.rollout.vllm_client import Deadline
 from tests.ranks import run_ranks
 from tests.rollout.vllm.support import PROMPTS, change, connect, failure, load_policy, sample, sync, worst
@@ -42,14 +43,14 @@ def exact(folder: str, url: str) -> dict[str, Any]:
     sync(engine)
     found["again"] = sample(engine) == sample(engine)
     plain = Sampling(6, temperature=0.7)
-    requests = [Request(prompt, seed=3) for prompt in PROMPTS]
-    found["worst"] = worst(engine, engine.generate(requests, plain))
+    requests = [Request(Trajectory.of_prompt(prompt), seed=3) for prompt in PROMPTS]
+    found["worst"] = worst(engine, generate(engine, requests, plain))
     greedy = Sampling(8, temperature=0.0)
     embedded = EmbeddedEngine(policy)
     embedded.load_weights(sp.WeightStream(policy, torch.float32))
-    mine, theirs = engine.generate(requests, greedy), embedded.generate(requests, greedy)
+    mine, theirs = generate(engine, requests, greedy), generate(embedded, requests, greedy)
     found["greedy"] = [c.tokens for c in mine] == [c.tokens for c in theirs]
-    found["uneven"] = len(engine.generate(requests[: dist.get_rank()], plain))
+    found["uneven"] = len(generate(engine, requests[: dist.get_rank()], plain))
     engine.close()
     return found
 
@@ -105,17 +106,18 @@ def test_workers_keep_the_label_for_a_vllm_that_does_not(models, url):
 def stop_tokens(folder: str, url: str) -> list[Any]:
     engine = connect(load_policy(folder), url=url)
     sync(engine)
-    requests = [Request((5, 6), seed=k) for k in range(200)]
-    return engine.generate(requests, Sampling(4, stop_ids=(7, 9, 30)))
+    requests = [Request(Trajectory.of_prompt((5, 6)), seed=k) for k in range(200)]
+    return generate(engine, requests, Sampling(4, stop_ids=(7, 9, 30)))
 
 
 def test_a_completion_ends_with_its_stop_token_or_at_its_length(models, url):
     (completions,) = run_ranks(1, stop_tokens, models["tied"], url)
     assert {c.finished for c in completions} == {True, False}
     for completion in completions:
-        assert completion.finished == (completion.tokens[-1] in (7, 9, 30))
-        assert completion.finished or len(completion.tokens) == 4
-        assert not set(completion.tokens[:-1]) & {7, 9, 30}
+        tokens = completion.sampled[-1].tokens
+        assert completion.finished == (tokens[-1] in (7, 9, 30))
+        assert completion.finished or len(tokens) == 4
+        assert not set(tokens[:-1]) & {7, 9, 30}
 
 
 def faulty(folder: str, url: str, spoil: str) -> tuple[str, str, int, list[int], float]:
