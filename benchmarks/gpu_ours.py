@@ -93,18 +93,20 @@ def decode_moe_shardproof(options: argparse.Namespace) -> dict[str, Row]:
 
 def decode_shardproof(config: Any, options: argparse.Namespace) -> dict[str, Row]:
     """Through fused kernels in graphs, through graphs of the model's own kernels, and launching every kernel."""
-    from shardproof.rollout.engine import Request, Sampling
+    from shardproof.rollout import engine as rollout
     from shardproof.rollout.local import EmbeddedEngine
+    from shardproof.rollout.trajectory import Trajectory
 
     join_group()
     policy = sp.load(sp.RandomInit(config), param_dtype=torch.bfloat16, device=options.device, progress=False)
-    engine = EmbeddedEngine(policy)
+    engine = EmbeddedEngine(policy, batch_size=options.rows)
     engine.load_weights(sp.WeightStream(policy, torch.bfloat16, digests=False))
-    requests = [Request(tuple(tokens), row) for row, tokens in enumerate(decode_prompts(options))]
+    prompts = [Trajectory.of_prompt(tuple(tokens)) for tokens in decode_prompts(options)]
+    requests = [rollout.Request(prompt, row) for row, prompt in enumerate(prompts)]
 
     def generate(num: int) -> None:
-        completions = engine.generate(requests, Sampling(num))
-        assert {len(completion.tokens) for completion in completions} == {num}, completions[0]
+        completions = rollout.generate(engine, requests, rollout.Sampling(num))
+        assert {completion.num_sampled for completion in completions} == {num}, completions[0]
 
     num_bytes = _bytes_read(engine, generate)
     found = {OURS: decode_row(generate, options.steps, num_bytes, options.device)}

@@ -13,8 +13,9 @@ import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import shardproof as sp
-from shardproof.rollout.engine import Request, Sampling
+from shardproof.rollout.engine import Request, Sampling, generate
 from shardproof.rollout.local import EmbeddedEngine
+from shardproof.rollout.trajectory import Trajectory
 from shardproof.shard.holdings import local_shards
 from tests.models import make_checkpoint, tiny_config
 from tests.ranks import run_ranks
@@ -383,14 +384,14 @@ def decode_both_ways(folder: str, options: dict[str, Any]) -> list[tuple[bool, l
     policy = sp.load(folder, device="cuda", **options)
     optimizer = sp.make_optimizer(policy, 1e-2)
     engine = EmbeddedEngine(policy)
-    requests = [Request(tuple(s), seed) for seed, s in enumerate(SEQUENCES * 2)]
+    requests = [Request(Trajectory.of_prompt(tuple(s)), seed) for seed, s in enumerate(SEQUENCES * 2)]
     sampling = Sampling(40, temperature=0.9, stop_ids=(3, 4))
     found = []
     for _ in range(2):
         engine.load_weights(sp.WeightStream(policy, policy.settings.compute_dtype))
-        fixed, through_graphs = engine._fixed, engine.generate(requests, sampling)
+        fixed, through_graphs = engine._fixed, generate(engine, requests, sampling)
         engine._fixed = None
-        without = engine.generate(requests, sampling)
+        without = generate(engine, requests, sampling)
         engine._fixed = fixed
         found.append((fixed is not None, through_graphs, without))
         sp.train_step(policy, sp.Batch(SEQUENCES), optimizer)

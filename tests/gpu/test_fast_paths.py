@@ -27,11 +27,12 @@ from shardproof.model.experts import grouped_experts
 from shardproof.model.head import HeadFacts, token_logprobs
 from shardproof.rollout import graphs
 from shardproof.rollout.decode import decode, last_logits
-from shardproof.rollout.engine import Completion, Request, Sampling
+from shardproof.rollout.engine import Request, Sampling
 from shardproof.rollout.fused import FusedStep
 from shardproof.rollout.progress import Progress
 from shardproof.rollout.proof import CAPACITY
 from shardproof.rollout.static import FixedDecoder
+from shardproof.rollout.trajectory import Trajectory
 from tests.gpu.test_cuda import ONE_NCCL, TWO_GLOO, on_ranks
 
 CUDA = torch.device("cuda")
@@ -184,7 +185,7 @@ def test_draws_are_those_of_plain_torch(vocabulary, temperature):
     assert torch.equal(kernels.done, torch.isin(kernels.tokens, kernels.stops).any(0))
 
 
-def error_of(model: PreTrainedModel, requests: list[Request], drawn: list[Completion]) -> float:
+def error_of(model: PreTrainedModel, requests: list[Request], drawn: list[Trajectory]) -> float:
     """How far the log-probs of what was drawn are from those of the same weights in float32.
 
     The median: where 16 bits choose another expert, a few are far off.
@@ -192,10 +193,10 @@ def error_of(model: PreTrainedModel, requests: list[Request], drawn: list[Comple
     precise = deepcopy(model).float()
     distances = []
     for request, completion in zip(requests, drawn, strict=True):
-        ids = torch.tensor([[*request.tokens, *completion.tokens]], device=CUDA)
+        ids = torch.tensor([completion.tokens], device=CUDA)
         scores = torch.log_softmax(precise(ids).logits[0, len(request.tokens) - 1 : -1], -1)
         exact = scores.gather(1, ids[0, len(request.tokens) :, None]).squeeze(1)
-        distances.append((exact.cpu() - torch.tensor(completion.logprobs)).abs())
+        distances.append((exact.cpu() - torch.tensor(completion.sampled[-1].logprobs)).abs())
     return float(torch.cat(distances).median())
 
 
@@ -207,7 +208,10 @@ def error_of(model: PreTrainedModel, requests: list[Request], drawn: list[Comple
 def test_fused_decoding_is_as_exact_as_the_model(config):
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).to(CUDA).eval()
-    requests = [Request(tuple(range(3, 4 + n)), seed) for seed, n in enumerate((1, 30, 9, 64, 9))]
+    requests = [
+        Request(Trajectory.of_prompt(tuple(range(3, 4 + n))), seed)
+        for seed, n in enumerate((1, 30, 9, 64, 9))
+    ]
     fused, plain = FixedDecoder(model, CUDA), FixedDecoder(model, CUDA)
     plain._fuses = False
     for _ in range(2):
@@ -227,12 +231,11 @@ def make_model(config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def requests_of(rows: int) -> list[Request]:
-    return [
-        Request(tuple((7 * row + 3 * at) % 1000 for at in range(3 + row % 9)), row) for row in range(rows)
-    ]
+    prompts = [tuple((7 * row + 3 * at) % 1000 for at in range(3 + row % 9)) for row in range(rows)]
+    return [Request(Trajectory.of_prompt(prompt), row) for row, prompt in enumerate(prompts)]
 
 
-def complete(decoder: FixedDecoder, rows: int, tokens: int = 20) -> list[Completion]:
+def complete(decoder: FixedDecoder, rows: int, tokens: int = 20) -> list[Trajectory]:
     with torch.no_grad():
         return decoder(requests_of(rows), Sampling(tokens, stop_ids=(5, 6)), 0)
 
@@ -442,7 +445,8 @@ def test_a_step_for_which_the_host_waits_is_not_captured(caplog):
         CUDA
     )
     decoder = FixedDecoder(model.eval(), CUDA)
-    requests, sampling = [Request((5, 6, 7), 0), Request((8, 9), 1)], Sampling(9)
+    prompts, sampling = ((5, 6, 7), (8, 9)), Sampling(9)
+    requests = [Request(Trajectory.of_prompt(prompt), row) for row, prompt in enumerate(prompts)]
     with torch.no_grad():
         found = decoder(requests, sampling, 0)
         expected = decode(

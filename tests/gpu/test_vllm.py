@@ -11,14 +11,14 @@ import pytest
 import torch
 
 import shardproof as sp
-from shardproof.rollout.engine import Request, Sampling
+from shardproof.rollout.engine import Sampling, generate
 from shardproof.rollout.vllm_client import Deadline
 from shardproof.rollout.vllm_engine import VllmEngine
 from shardproof.rollout.vllm_server import VllmSettings
 from shardproof.rollout.vllm_versions import installed_version, interface_of
 from tests.models import make_checkpoint
 from tests.ranks import run_ranks
-from tests.rollout.vllm.support import change, failure, sync
+from tests.rollout.vllm.support import PROMPTS, ask, change, failure, sync
 from tests.sockets import all_loopback, listening, session_of
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
@@ -28,7 +28,6 @@ SHAPE = {
     **{"num_attention_heads": 4, "num_key_value_heads": 2},
 }
 FAMILIES = {"qwen3_tied": {}, "qwen3_moe": {"moe_intermediate_size": 128}}
-PROMPTS = [(1, 2, 3, 4), (9, 8, 7), (100, 50, 25, 12, 6)]
 BACKEND = "cpu:gloo,cuda:nccl"
 
 
@@ -37,10 +36,10 @@ def mean_gap(engine: VllmEngine, completions: list[Any]) -> float:
 
     The mean, because in half precision single tokens go to another expert here than there.
     """
-    sequences = [[*PROMPTS[k % 3], *c.tokens] for k, c in enumerate(completions)]
+    sequences = [list(c.tokens) for c in completions]
     gaps = []
     for k, row in enumerate(sp.logprobs(engine.policy, sequences, 0.7)):
-        said = torch.tensor(completions[k].logprobs)
+        said = torch.tensor(completions[k].sampled[-1].logprobs)
         gaps.append((row.cpu()[len(PROMPTS[k % 3]) - 1 :] - said).abs())
     return float(torch.cat(gaps).mean())
 
@@ -67,13 +66,13 @@ def serve(folder: str, log: str) -> dict[str, Any]:
     policy = sp.load(folder, device="cuda", compute_dtype=torch.bfloat16)
     settings = VllmSettings(max_model_len=128, gpu_memory_utilization=0.1, enforce_eager=True, log=log)
     engine = VllmEngine(policy, settings)
-    requests = [Request(PROMPTS[k % 3], seed=k) for k in range(6)]
+    requests = ask(6)
     found: dict[str, Any] = {"gaps": [], "means": [], "versions": []}
     try:
         assert engine.delivery is not None
         for _ in range(3):
             sync(engine)
-            completions = engine.generate(requests, Sampling(8, temperature=0.7))
+            completions = generate(engine, requests, Sampling(8, temperature=0.7))
             found["gaps"].append(engine.canary_gap)
             found["means"].append(mean_gap(engine, completions))
             found["versions"].append({c.version for c in completions})
@@ -83,13 +82,13 @@ def serve(folder: str, log: str) -> dict[str, Any]:
         assert engine.server.process is not None
         found["listening"] = listening(session_of(engine.server.process.pid))
         stops = tuple(range(0, 512, 3))
-        stopped = engine.generate(requests, Sampling(24, temperature=1.0, stop_ids=stops))
+        stopped = generate(engine, requests, Sampling(24, temperature=1.0, stop_ids=stops))
         found["stopped"] = all((c.tokens[-1] in stops) == c.finished for c in stopped) and any(
             c.finished for c in stopped
         )
         forget(engine)
         found["message"] = failure(sync, engine)
-        found["after"] = {c.version for c in engine.generate(requests, Sampling(4))}
+        found["after"] = {c.version for c in generate(engine, requests, Sampling(4))}
     finally:
         engine.close()
     return found

@@ -14,7 +14,7 @@ import shardproof as sp
 from shardproof.doctor.probes import Patient, probe_generate, probe_round_trip
 from shardproof.doctor.request import Layout, Request
 from shardproof.export.payload import Payload
-from shardproof.rollout.engine import Sampling
+from shardproof.rollout.engine import Sampling, generate
 from shardproof.rollout.local import EmbeddedEngine
 from shardproof.shard.torch_private import local_tensor
 from tests.models import make_checkpoint

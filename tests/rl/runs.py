@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from shardproof.config.load import from_json, load_recipe, to_json
+from shardproof.rollout.trajectory import Trajectory
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 TINY = RECIPES / "tiny.toml"
@@ -50,3 +52,8 @@ def comparable(metrics: dict[str, float]) -> dict[str, float]:
 def trajectory(folder: Path) -> list[dict[str, float]]:
     """The numbers of every step; step 0 is an evaluation alone, and not among them."""
     return [comparable(line["metrics"]) for line in lines(folder / "metrics.jsonl") if line["step"]]
+
+
+def with_last(made: Trajectory, **changes: Any) -> Trajectory:
+    """A trajectory whose last segment is another."""
+    return replace(made, segments=(*made.segments[:-1], replace(made.segments[-1], **changes)))

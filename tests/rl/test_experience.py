@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from tests.rl.runs import (
     run_recipe,
     small_recipe,
     trajectory,
+    with_last,
     write_rows,
 )
 

@@ -22,6 +22,7 @@ from shardproof.rollout.engine import Request
 from shardproof.rollout.fused import FusedStep, can_fuse
 from shardproof.rollout.proof import CAPACITY, compare_steps
 from shardproof.rollout.static import ModelStep
+from shardproof.rollout.trajectory import Trajectory
 from tests.models import tiny_config
 
 CPU = torch.device("cpu")

@@ -20,7 +20,7 @@ from shardproof.export.stream import WeightStream
 from shardproof.findings import Finding
 from shardproof.model.families import max_positions, num_experts
 from shardproof.model.roles import CRITIC, REFERENCE
-from shardproof.rollout.engine import Engine, Sampling
+from shardproof.rollout.engine import Engine, Sampling, generate
 from shardproof.rollout.engine import Request as Prompt
 from shardproof.rollout.local import EmbeddedEngine, ShardedEngine
 from shardproof.rollout.trajectory import Trajectory
@@ -310,7 +310,7 @@ def probe_generate(patient: Patient) -> Outcome:
         if not gap <= allowed
     ]
     kind = type(patient.engine).__name__
-    return f"{len(completion.tokens)} tokens by {kind}; {max(gaps):.1e} from the trainer", findings
+    return f"{made.num_sampled} tokens by {kind}; {max(gaps):.1e} from the trainer", findings
 
 
 STAGES: tuple[tuple[str, Probe], ...] = (

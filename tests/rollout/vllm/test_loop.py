@@ -10,6 +10,7 @@ import pytest
 
 from shardproof.config.load import from_json, load_recipe, to_json
 from tests.ranks import run_ranks
+from tests.rl.runs import with_last
 
 RECIPES = Path(__file__).resolve().parents[3] / "recipes"
 STEPS = 16
