@@ -13,6 +13,8 @@ from shardproof.errors import ConfigError
 from tests.ranks import run_ranks, run_ranks_outcomes
 from tests.rl.runs import RECIPES, TINY, lines, run_recipe, small_recipe, write_rows
 
+pytestmark = [pytest.mark.distributed, pytest.mark.fault]
+
 REWARDS = "tests.rl.user_rewards"
 
 
@@ -33,7 +35,7 @@ def test_every_recipe_resolves(recipe):
         ("trainn.steps=3", "unknown key 'trainn', did you mean 'train'"),
         ("train.steps=many", "train.steps: Input should be a valid integer"),
         ("train.steps=0", "train.steps: Input should be greater than 0"),
-        ("algorithm.name=grpoo", "algorithm.name: Input should be 'grpo'"),
+        ("algorithm.name=grpoo", "Did you mean 'grpo'?"),
         ("rollout.group_size=1", "needs at least 2"),
         ("critic.lr=0.1", "grpo has no critic"),
         ("reference.cpu_offload=true", "without algorithm.kl_coef no KL is taken"),

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from shardproof.config.algorithms import SPECS, AlgorithmSpec
+from shardproof.errors import did_you_mean
+from shardproof.user_code import is_user_name
 
 # The bounds of every number stand here. NaN and the infinities are refused everywhere (Section.model_config). Upper bounds
 # catch typing errors before they become allocations that no machine has.
@@ -24,9 +28,6 @@ Coefficient = Annotated[float, Field(ge=0.0, le=1e3)]  # 0: the term is left out
 LearningRate = Annotated[float, Field(gt=0.0, le=10.0)]
 DtypeName = Literal["float32", "bfloat16", "float16"]
 StrategyName = Literal["fsdp2", "fsdp1"]
-AlgorithmName = Literal[
-    "grpo", "dr_grpo", "dapo", "rloo", "reinforce_pp", "ppo", "gspo", "cispo", "sft"
-]  # fmt: skip
 
 
 class Section(BaseModel):
@@ -111,6 +112,7 @@ class Rollout(Section):
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     batch_size: Count = 256  # completions decoded at a time on a rank
     offload_policy: bool = False  # move the policy to host memory while completions are made
+    sleep: bool = False  # give up the engine's memory while the policy is updated
     # How far log-probs of engine and trainer may be apart; None: 0.001 in float32, 0.5 in half precision.
     canary_tolerance: Limit | None = None
     max_version_lag: CountOrNone = 0  # how many versions older than the policy's a completion may be
@@ -120,7 +122,7 @@ class Rollout(Section):
 class Algorithm(Section):
     """The algorithm and its numbers."""
 
-    name: AlgorithmName = "grpo"
+    name: str = "grpo"  # or module:name, a class of your own: docs/extending.md
     clip_low: Annotated[float, Field(gt=0.0, le=1.0)] = 0.2
     clip_high: Limit | None = None  # None: the algorithm's own
     kl_coef: Coefficient = 0.0
@@ -141,6 +143,14 @@ class Algorithm(Section):
     )
     # Completion length from which reward is taken away, down to -1 at the limit.
     overlong_from: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = None
+
+    @field_validator("name")
+    @classmethod
+    def _is_known(cls, name: str) -> str:
+        if name not in SPECS and not is_user_name(name):
+            hint = did_you_mean(name, SPECS)
+            raise ValueError(f"{name!r} is not one of {', '.join(SPECS)}, or module:name.{hint}")
+        return name
 
 
 class Reward(Section):
@@ -228,7 +238,7 @@ class Recipe(Section):
     @model_validator(mode="after")
     def _fits_together(self) -> Recipe:
         """Combinations that cannot work, refused before anything starts."""
-        checks = (_roles, _divergence, _sampling, _batching)
+        checks = (_algorithm, _roles, _divergence, _sampling, _batching)
         problem = next(filter(None, (check(self) for check in checks)), None)
         if problem is not None:
             raise ValueError(problem)
@@ -242,25 +252,35 @@ class Recipe(Section):
         return 1e-3 if self.model.compute_dtype == "float32" else 0.5
 
 
-GROUPED = ("grpo", "dr_grpo", "dapo", "rloo", "gspo", "cispo")
+def spec_problem(recipe: Recipe, spec: AlgorithmSpec) -> str | None:
+    """What in the recipe does not fit its algorithm; None if all does."""
+    name, settings = recipe.algorithm.name, recipe.algorithm
+    if recipe.reward is None and spec.samples:
+        return f"reward is missing: {name} learns from rewards; name a function in reward.functions"
+    if recipe.critic is not None and not spec.has_critic:
+        return f"critic: {name} has no critic; remove the section or use algorithm.name='ppo'"
+    if not spec.samples and (settings.kl_coef or settings.entropy_coef):
+        return f"algorithm.kl_coef and algorithm.entropy_coef are for algorithms that sample, not for {name}"
+    if not spec.samples and settings.updates_per_batch > 1:
+        return f"algorithm.updates_per_batch: {name} takes one update per batch; raise train.steps instead"
+    if spec.compares_group and recipe.rollout.group_size < 2:
+        return f"rollout.group_size=1: {name} compares completions of one prompt and needs at least 2"
+    return None
+
+
+def _algorithm(recipe: Recipe) -> str | None:
+    """Of a user's algorithm nothing is known before it is imported: `rl.checks` asks then."""
+    spec = SPECS.get(recipe.algorithm.name)
+    return None if spec is None else spec_problem(recipe, spec)
 
 
 def _roles(recipe: Recipe) -> str | None:
-    name = recipe.algorithm.name
-    if recipe.reward is None and name != "sft":
-        return f"reward is missing: {name} learns from rewards; name a function in reward.functions"
-    if recipe.critic is not None and name != "ppo":
-        return f"critic: {name} has no critic; remove the section or use algorithm.name='ppo'"
     if recipe.reference is not None and not recipe.algorithm.kl_coef:
         return "reference: without algorithm.kl_coef no KL is taken; set it, or remove the section"
     if recipe.reference is not None and recipe.model.lora is not None:
         return (
             "reference: with model.lora the reference is the policy without its adapters; remove the section"
         )
-    if name == "sft" and (recipe.algorithm.kl_coef or recipe.algorithm.entropy_coef):
-        return "algorithm.kl_coef and algorithm.entropy_coef are for algorithms that sample, not for sft"
-    if name == "sft" and recipe.algorithm.updates_per_batch > 1:
-        return "algorithm.updates_per_batch: sft takes one update a batch; raise train.steps instead"
     return None
 
 
@@ -279,10 +299,6 @@ def _divergence(recipe: Recipe) -> str | None:
 
 def _sampling(recipe: Recipe) -> str | None:
     rollout, settings = recipe.rollout, recipe.algorithm
-    if settings.name in GROUPED and rollout.group_size < 2:
-        return (
-            f"rollout.group_size=1: {settings.name} compares completions of one prompt and needs at least 2"
-        )
     if rollout.offload_policy and rollout.engine == "sharded":
         return "rollout.offload_policy: the sharded engine samples from the policy, which must stay"
     if settings.overlong_from is not None and settings.overlong_from >= rollout.max_new_tokens:

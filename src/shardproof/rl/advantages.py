@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from shardproof.train.loss import kl_estimate as kl_estimate  # rl.experience takes it from here
+
 
 def group_normalised(
     rewards_PG: torch.Tensor, counted_PG: torch.Tensor | None = None, eps: float = 1e-4
@@ -60,16 +62,6 @@ def discounted(rewards_T: torch.Tensor, gamma: float) -> torch.Tensor:
         following = rewards_T[t] + gamma * following
         returns_T[t] = following
     return returns_T
-
-
-def kl_estimate(logps: torch.Tensor, ref_logps: torch.Tensor, kind: str) -> torch.Tensor:
-    """KL(policy || reference) from samples of the policy: k1 unbiased, k2 low variance, k3 both and never negative."""
-    difference = logps - ref_logps
-    if kind == "k1":
-        return difference
-    if kind == "k2":
-        return 0.5 * difference**2
-    return torch.exp(-difference) + difference - 1.0
 
 
 def overlong_penalty(length: int, start: int, limit: int) -> float:

@@ -14,6 +14,7 @@ from shardproof.model.families import check_sequence_parallel, max_positions
 from shardproof.model.inventory import take_inventory
 from shardproof.model.roles import POLICY
 from shardproof.model.skeleton import build_skeleton
+from shardproof.rl.algorithms.registry import check_algorithm, find_algorithm
 from shardproof.rl.data import Prompt, encode_completions, encode_prompts, load_rows
 from shardproof.rl.reward_functions import find_reward
 from shardproof.rl.stop_ids import find_stop_ids
@@ -35,6 +36,7 @@ class Inputs:
 
 def check_inputs(recipe: Recipe) -> Inputs:
     """The run's tokenizer, config and prompts; raises if they or the rewards do not fit together."""
+    check_algorithm(recipe)
     folder = model_folder(recipe.model.path)
     config = read_config(folder, recipe.model.trust_remote_code)
     tokenizer = _load_tokenizer(folder, recipe.model.trust_remote_code)
@@ -95,7 +97,7 @@ def _load_tokenizer(folder: Path, trust_remote_code: bool) -> Any:
 
 
 def _read_prompts(recipe: Recipe, source: str, tokenizer: Any) -> list[Prompt]:
-    data, imitate = recipe.data, recipe.algorithm.name == "sft"
+    data, imitate = recipe.data, not find_algorithm(recipe.algorithm.name).spec.samples
     # Imitation needs no answer, unless held-out completions are scored.
     answer = data.answer_column if recipe.reward is not None else None
     rewards = [] if recipe.reward is None else [spec.name for spec in recipe.reward.functions]

@@ -1,4 +1,4 @@
-"""Losses as pure functions of what was scored and what the batch says. One value a token; weights are applied later."""
+"""Losses as pure functions of what was scored and what the batch says. One value per token; weights are applied later."""
 
 from __future__ import annotations
 
@@ -36,9 +36,121 @@ class Loss:
     role: str = "policy"
 
 
-def sft() -> Loss:
-    """Cross-entropy of the given tokens."""
-    return Loss("sft", lambda scored, columns: (-scored.logps, {}))
+def sft(*, reported: bool = False) -> Loss:
+    """Cross-entropy of the given tokens; `reported` as the metric `loss/policy`, too."""
+
+    def function(scored: Scored, columns: Columns) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        return -scored.logps, {"loss/policy": -scored.logps.detach()} if reported else {}
+
+    return Loss("sft", function, metrics={"loss/policy": "mean"} if reported else {})
+
+
+def kl_estimate(logps: torch.Tensor, ref_logps: torch.Tensor, kind: str) -> torch.Tensor:
+    """KL(policy || reference) from samples of the policy: k1 unbiased, k2 low variance, k3 both and never negative."""
+    difference = logps - ref_logps
+    if kind == "k1":
+        return difference
+    if kind == "k2":
+        return 0.5 * difference**2
+    return torch.exp(-difference) + difference - 1.0
+
+
+# (logps, old_logps, columns, clip_low, clip_high) -> (loss per token, 1.0 for each token that the clip changed)
+Surrogate = Callable[[torch.Tensor, torch.Tensor, Columns, float, float], tuple[torch.Tensor, torch.Tensor]]
+
+
+def clipped(
+    logps: torch.Tensor, old: torch.Tensor, columns: Columns, low: float, high: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """PPO, GRPO, DAPO: -min(r A, clip(r, 1 - low, 1 + high) A) with one ratio r per token."""
+    return _clip(torch.exp(logps - old), columns["advantages"], low, high)
+
+
+def sequence_clipped(
+    logps: torch.Tensor, old: torch.Tensor, columns: Columns, low: float, high: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """GSPO: one ratio per completion, the geometric mean of its tokens' ratios; the gradient reaches every token."""
+    sequence, counted = columns["sequence"].long(), columns["mask"]
+    num = len(logps)  # at least one token each: an upper bound that needs no wait for the device
+    sums = torch.zeros(num, device=logps.device).index_add(0, sequence, (logps - old) * counted)
+    counts = torch.zeros(num, device=logps.device).index_add(0, sequence, counted)
+    ratio = torch.exp(sums / counts.clamp(min=1.0))[sequence]
+    return _clip(ratio, columns["advantages"], low, high)
+
+
+def detached(
+    logps: torch.Tensor, old: torch.Tensor, columns: Columns, low: float, high: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """CISPO: -stop_gradient(min(r, 1 + high)) A logp: no token loses its gradient to the clip."""
+    ratio = torch.exp(logps - old).detach()
+    weight = ratio.clamp(max=1.0 + high)
+    return -weight * columns["advantages"] * logps, (weight < ratio).float()
+
+
+def _clip(
+    ratio: torch.Tensor, advantages: torch.Tensor, low: float, high: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    bounded = ratio.clamp(1.0 - low, 1.0 + high)
+    loss = -torch.minimum(ratio * advantages, bounded * advantages)
+    return loss, (bounded * advantages < ratio * advantages).float().detach()
+
+
+SURROGATES: dict[str, Surrogate] = {
+    "clipped": clipped,
+    "sequence": sequence_clipped,
+    "detached": detached,
+}
+
+
+@dataclass(frozen=True)
+class _PolicyGradient:
+    """The function of a policy-gradient loss: see `policy_gradient`, which checks these settings."""
+
+    surrogate: Surrogate
+    clip_low: float
+    clip_high: float
+    kl_coef: float
+    entropy_coef: float
+    kl_estimator: str
+    kl_ratio_correction: bool
+    report_kl: bool
+    rollout_top_p: float | None
+    tis_cap: float | None
+
+    def __call__(self, scored: Scored, columns: Columns) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        old = columns.get("old_logps", scored.logps.detach())
+        ratio = torch.exp(scored.logps - old)
+        loss, changed = self.surrogate(scored.logps, old, columns, self.clip_low, self.clip_high)
+        metrics = {"ratio/mean": ratio.detach(), "ratio/max": ratio.detach(), "clip_fraction": changed}
+        if self.rollout_top_p is not None:
+            gap = old - columns["rollout_logps"]
+            if self.tis_cap is not None:
+                loss = loss * torch.exp(gap).clamp(max=self.tis_cap)
+            distance = {"mismatch/mean": gap.abs(), "mismatch/max": gap.abs(), "nucleus/mean": -gap}
+            metrics |= {"loss/policy": loss.detach(), **distance}
+        if self.report_kl:
+            kl = kl_estimate(scored.logps, columns["ref_logps"], self.kl_estimator)
+            metrics["kl/mean"] = kl.detach()
+            if self.kl_coef:
+                # Which samples are drawn depends on the weights, too: the ratio brings that into the gradient.
+                loss = loss + self.kl_coef * (kl * ratio if self.kl_ratio_correction else kl)
+        if self.entropy_coef:
+            loss = loss - self.entropy_coef * scored.entropy
+            metrics["entropy/mean"] = scored.entropy.detach()
+        return loss, {name: metrics[name] for name in self.reductions}
+
+    @property
+    def reductions(self) -> dict[str, str]:
+        """The metrics, and how each is reduced over tokens and ranks."""
+        if self.rollout_top_p is None:
+            found = {"ratio/mean": "mean", "ratio/max": "max", "clip_fraction": "mean"}
+        else:
+            found = {"loss/policy": "mean", "clip_fraction": "mean", "ratio/max": "max"}
+            # Log-probs of a nucleus say how much likelier its tokens were made, not how far two models are apart.
+            whole = self.rollout_top_p == 1.0
+            found |= {"mismatch/mean": "mean", "mismatch/max": "max"} if whole else {"nucleus/mean": "mean"}
+        found |= {"kl/mean": "mean"} if self.report_kl else {}
+        return found | ({"entropy/mean": "mean"} if self.entropy_coef else {})
 
 
 def policy_gradient(
@@ -47,44 +159,49 @@ def policy_gradient(
     kl_coef: float = 0.0,
     entropy_coef: float = 0.0,
     *,
+    surrogate: str | Surrogate = "clipped",
+    kl_estimator: str = "k3",
     kl_ratio_correction: bool = False,
+    report_kl: bool = False,
+    rollout_top_p: float | None = None,
+    tis_cap: float | None = None,
+    name: str = "policy",
 ) -> Loss:
-    """Clipped policy gradient: -min(r A, clip(r, 1 - low, 1 + high) A) + kl_coef KL - entropy_coef H.
+    """A policy gradient: surrogate(r, A) + kl_coef KL - entropy_coef H, with r = exp(logp - old_logp).
 
-    r = exp(logp - old_logp). The KL to the reference is the k3 estimate, exp(d) - d - 1 with d = ref_logp - logp.
-    With `kl_ratio_correction` it is multiplied by r, and its expected gradient is then that of the KL.
+    The surrogate is one of `SURROGATES`, by default PPO's -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), or a
+    function of yours. The KL to the reference is an estimate (`kl_estimate`); `kl_ratio_correction` multiplies it by r,
+    and the expected gradient of k3 is then that of the KL. `report_kl` measures it where kl_coef is 0, too.
+
+    `rollout_top_p` says that the batch has `rollout_logps`, those that its tokens were drawn with, and from which
+    nucleus. Their distance from the trainer's is reported, the surrogate is multiplied by
+    min(exp(old_logp - rollout_logp), tis_cap), and without `old_logps` the policy is its own old policy.
     """
     high = clip_low if clip_high is None else clip_high
     require_number("loss", "clip_low", clip_low, at_least=0)
     require_number("loss", "clip_high", high, at_least=0)
     require_number("loss", "kl_coef", kl_coef, at_least=0)
     require_number("loss", "entropy_coef", entropy_coef, at_least=0)
-
-    def function(scored: Scored, columns: Columns) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        advantage = columns["advantages"]
-        ratio = torch.exp(scored.logps - columns["old_logps"])
-        clipped = ratio.clamp(1.0 - clip_low, 1.0 + high)
-        loss = -torch.minimum(ratio * advantage, clipped * advantage)
-        metrics = {
-            "ratio/mean": ratio.detach(),
-            "ratio/max": ratio.detach(),
-            "clip_fraction": (clipped * advantage < ratio * advantage).float(),
-        }
-        if kl_coef:
-            difference = columns["ref_logps"] - scored.logps
-            kl = torch.exp(difference) - difference - 1.0
-            loss = loss + kl_coef * (kl * ratio if kl_ratio_correction else kl)
-            metrics["kl/mean"] = kl.detach()
-        if entropy_coef:
-            loss = loss - entropy_coef * scored.entropy
-            metrics["entropy/mean"] = scored.entropy.detach()
-        return loss, metrics
-
-    reductions = {"ratio/mean": "mean", "ratio/max": "max", "clip_fraction": "mean"}
-    reductions |= {"kl/mean": "mean"} if kl_coef else {}
-    reductions |= {"entropy/mean": "mean"} if entropy_coef else {}
-    columns = ("advantages", "old_logps") + (("ref_logps",) if kl_coef else ())
-    return Loss("policy", function, columns, reductions, want_entropy=bool(entropy_coef))
+    choose("loss", "kl_estimator", kl_estimator, ("k1", "k2", "k3"))
+    if tis_cap is not None and rollout_top_p is None:
+        raise fail("C001", "loss", f"tis_cap={tis_cap} needs rollout log-probs.", fix="set rollout_top_p")
+    if isinstance(surrogate, str):
+        surrogate = SURROGATES[choose("loss", "surrogate", surrogate, SURROGATES)]
+    function = _PolicyGradient(
+        surrogate=surrogate,
+        clip_low=clip_low,
+        clip_high=high,
+        kl_coef=kl_coef,
+        entropy_coef=entropy_coef,
+        kl_estimator=kl_estimator,
+        kl_ratio_correction=kl_ratio_correction,
+        report_kl=report_kl or bool(kl_coef),
+        rollout_top_p=rollout_top_p,
+        tis_cap=tis_cap,
+    )
+    columns = ["advantages", "old_logps" if rollout_top_p is None else "rollout_logps"]
+    columns += ["ref_logps"] if function.report_kl else []
+    return Loss(name, function, tuple(columns), function.reductions, want_entropy=bool(entropy_coef))
 
 
 def value(clip: float | None = None) -> Loss:

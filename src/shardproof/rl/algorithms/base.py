@@ -1,0 +1,137 @@
+"""What an algorithm is: which scores it needs, advantages, weights and losses. A new one is a class in one file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import ClassVar
+
+import torch
+
+from shardproof.config.algorithms import AlgorithmSpec
+from shardproof.config.schema import Algorithm as Settings
+from shardproof.config.schema import Rollout
+from shardproof.rl.advantages import overlong_penalty
+from shardproof.rollout.trajectory import Reward, Trajectory
+from shardproof.train.batching import Batch, weigh
+from shardproof.train.loss import Loss, Surrogate, kl_estimate, policy_gradient
+
+
+class Algorithm:
+    """The base of every algorithm. A subclass says what it is in `spec` and computes `advantages`.
+
+    The rest follows from the recipe's settings, and can be replaced by subclasses that need another.
+    """
+
+    spec: ClassVar[AlgorithmSpec]
+    surrogate: ClassVar[str | Surrogate] = "clipped"  # of the policy's loss: see train.loss.SURROGATES
+
+    def __init__(self, settings: Settings, rollout: Rollout):
+        self.settings = settings
+        self.rollout = rollout
+
+    def advantages(self, batch: Batch, trajectories: Sequence[Trajectory]) -> Batch:
+        """The batch with a column `advantages`, and `returns` if there is a critic.
+
+        `trajectories` are this rank's, in the order of the batch's sequences; those of one group are on one rank and
+        follow each other. Collective: every rank.
+        """
+        raise NotImplementedError
+
+    @property
+    def columns(self) -> frozenset[str]:
+        """Which of the scores "ref_logps", "old_logps" and "values" the batch must have."""
+        settings = self.settings
+        in_reward = settings.kl_coef > 0 and settings.kl_in == "reward"
+        needed = {
+            "ref_logps": settings.kl_coef > 0,
+            "old_logps": settings.updates_per_batch > 1 or in_reward,
+            "values": self.spec.has_critic,
+        }
+        return frozenset(name for name, is_needed in needed.items() if is_needed)
+
+    @property
+    def drops_equal_rewards(self) -> bool:
+        """Whether groups whose rewards are all equal are dropped, and others sampled in their place."""
+        chosen = self.settings.dynamic_sampling
+        return self.spec.dynamic_sampling if chosen is None else chosen
+
+    @property
+    def skips_zero_advantages(self) -> bool:
+        """Whether sequences whose advantages are all zero cannot move a weight, so that updates may leave them out."""
+        settings = self.settings
+        kl = settings.kl_coef if settings.kl_in == "loss" else 0.0
+        other_terms = kl or settings.entropy_coef or settings.router_coef or self.spec.has_critic
+        return self.spec.samples and not other_terms
+
+    def penalty(self, trajectory: Trajectory) -> float:
+        """What is added to the trajectory's reward: 0, or less for one that is too long."""
+        start = self.settings.overlong_from
+        if start is None:
+            return 0.0
+        return overlong_penalty(trajectory.num_sampled, start, self.rollout.max_new_tokens)
+
+    def weigh(self, batch: Batch, num_sequences: float, share: int) -> Batch:
+        """The batch with a column `weights`; `num_sequences` count over all ranks, of which `share` hold each.
+
+        Collective: every rank.
+        """
+        constant = num_sequences * self.rollout.max_new_tokens
+        return weigh(batch, self.spec.weights, constant=constant, share=share)
+
+    @cached_property
+    def loss(self) -> Loss:
+        """The policy's loss."""
+        settings = self.settings
+        high = settings.clip_high if settings.clip_high is not None else self.spec.clip_high
+        return policy_gradient(
+            settings.clip_low,
+            high,
+            settings.kl_coef if settings.kl_in == "loss" else 0.0,
+            settings.entropy_coef,
+            surrogate=type(self).surrogate,
+            kl_estimator=settings.kl_estimator,
+            kl_ratio_correction=settings.kl_ratio_correction,
+            report_kl=settings.kl_coef > 0,
+            rollout_top_p=self.rollout.top_p,
+            tis_cap=settings.tis_cap,
+            name=settings.name,
+        )
+
+    @property
+    def value_loss(self) -> Loss | None:
+        """The critic's loss; None without a critic."""
+        return None
+
+    def token_rewards(self, batch: Batch, trajectories: Sequence[Trajectory]) -> list[torch.Tensor]:
+        """Each sequence's reward on its last trained token, less the KL of each token if that belongs to the reward."""
+        if not trajectories:
+            return []
+        row = torch.zeros(len(batch.flat("mask")))
+        row[_last_trained(batch)] = torch.tensor([reward_of(t).trained for t in trajectories])
+        if self.settings.kl_coef > 0 and self.settings.kl_in == "reward":
+            kl = kl_estimate(batch.flat("old_logps"), batch.flat("ref_logps"), self.settings.kl_estimator)
+            row -= self.settings.kl_coef * kl * batch.flat("mask")
+        return batch.rows(row)
+
+
+def reward_of(trajectory: Trajectory) -> Reward:
+    """The trajectory's reward, which advantages cannot do without."""
+    assert trajectory.reward is not None, "nothing has rewarded this trajectory"
+    return trajectory.reward
+
+
+def without_failed(batch: Batch, trajectories: Sequence[Trajectory]) -> Batch:
+    """The batch in which no token of a trajectory counts whose reward failed: neither in weights nor in means."""
+    masks = [
+        torch.zeros_like(mask) if reward_of(trajectory).failed else mask
+        for mask, trajectory in zip(batch.columns["mask"], trajectories, strict=True)
+    ]
+    return batch.with_column("mask", masks)
+
+
+def _last_trained(batch: Batch) -> torch.Tensor:
+    """Where in the row of all predictions each sequence's last counted one lies; without any, its last."""
+    ends = torch.tensor([length - 1 for length in batch.lengths]).cumsum(0)
+    after = [int(mask.flip(0).argmax()) for mask in batch.columns["mask"]]  # the first of the largest
+    return ends - 1 - torch.tensor(after)
