@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks import RANK_ENV, close_pool
+from tests.ranks import RANK_ENV, allow_several_ranks, close_pool
 
 # At import, before any test module imports torch or transformers, which read these once.
 for _name, _value in RANK_ENV.items():
@@ -20,6 +20,13 @@ for _name, _value in RANK_ENV.items():
 def rank_pool() -> Iterator[None]:
     yield
     close_pool()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    # Around the whole protocol, so that fixtures of any scope are counted to the first test that asks for them.
+    allow_several_ranks(item.get_closest_marker("distributed") is not None)
+    return (yield)
 
 
 @pytest.fixture

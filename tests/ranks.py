@@ -139,6 +139,11 @@ def run_ranks_outcomes(
     return [reply.outcome() for reply in replies]
 
 
+def allow_several_ranks(allowed: bool) -> None:
+    """Say whether the test that runs now carries the marker `distributed`; without it, one rank is all it gets."""
+    _pool.several_ranks = allowed
+
+
 def close_pool() -> None:
     """End every worker; the next call starts new ones."""
     _pool.close()
@@ -188,6 +193,7 @@ class _Pool:
     def __init__(self) -> None:
         self.workers: list[_Worker] = []
         self.folder: Path | None = None
+        self.several_ranks = True
 
     def run(
         self,
@@ -198,6 +204,8 @@ class _Pool:
         backend: str | None,
         group_timeout: float,
     ) -> list[Reply]:
+        if num_ranks > 1 and not self.several_ranks:
+            raise RuntimeError(f"a test on {num_ranks} ranks needs the marker `distributed`")
         workers = self._ensure(num_ranks)
         port = _free_port()
         try:

@@ -34,6 +34,8 @@ from shardproof.weights.source import resolve_folder
 from tests.models import make_checkpoint, tiny_config
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.fault
+
 RECIPES = Path(__file__).parents[1] / "recipes"
 # At least 2,000 together.
 NUM_HEADERS, NUM_INDEXES, NUM_CONFIGS, NUM_RECIPES, NUM_ROWS, NUM_FOLDERS, NUM_CHECKPOINTS = (

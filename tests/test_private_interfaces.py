@@ -222,6 +222,7 @@ def inspect_fsdp2():
     }
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_fsdp2(num_ranks):
     replies = run_ranks(num_ranks, inspect_fsdp2)
@@ -278,6 +279,7 @@ def inspect_fsdp1():
     }
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_fsdp1(num_ranks):
     replies = run_ranks(num_ranks, inspect_fsdp1)

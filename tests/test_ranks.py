@@ -8,6 +8,8 @@ import torch.distributed as dist
 
 from tests.ranks import RankError, RankTimeout, run_ranks, run_ranks_outcomes
 
+pytestmark = pytest.mark.distributed
+
 
 def sum_of_ranks(offset):
     value = torch.tensor([float(dist.get_rank() + offset)])

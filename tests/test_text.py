@@ -22,6 +22,8 @@ from shardproof.findings import Finding
 from shardproof.text import sanitise_logging
 from tests.shard.test_bad_checkpoints import edit_config, edit_json
 
+pytestmark = pytest.mark.fault
+
 RECIPES = Path(__file__).parents[1] / "recipes"
 # It clears the screen, sets the window's title, turns the text around; and it is markup of rich.
 HOSTILE = "\x1b[2J\x1b]0;owned\x07\x9b31m\r\x08\u202e\u2028[bold][link=https://evil.example]x[/link][/]\\"

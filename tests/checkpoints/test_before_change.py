@@ -13,6 +13,8 @@ from tests.ranks import run_ranks, run_ranks_outcomes
 from tests.shard.test_bad_checkpoints import assert_all_raise
 from tests.train.test_step_faults import everything, load, my_batch
 
+pytestmark = [pytest.mark.distributed, pytest.mark.fault]
+
 
 class StagingSave:
     """A save beside training that has not yet copied anything; notes what the weights are when it is waited for."""

@@ -28,6 +28,8 @@ from tests.models import make_checkpoint
 from tests.ranks import run_ranks, run_ranks_outcomes
 from tests.shard.test_bad_checkpoints import assert_all_raise
 
+pytestmark = [pytest.mark.distributed, pytest.mark.fault]
+
 GOOD = "step-00000001"
 DOWN = "model.layers.1.mlp.down_proj.weight"
 

@@ -22,6 +22,8 @@ from tests.export.test_stream import collect, load, lora_config
 from tests.models import make_checkpoint
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.distributed
+
 SEQUENCES = [[(11 * i + 5 * j * j + 3) % 101 for j in range(5 + i)] for i in range(6)]
 KINDS = {
     "dense": ("qwen3_tied", {}),

@@ -31,6 +31,8 @@ from tests.export.test_stream import load
 from tests.models import make_checkpoint
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.fault
+
 WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 EVENTS = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.link", "os.truncate", "shutil.rmtree"}
 # (step, label of the content): a second save, the same step with other content, and one that drops the oldest.

@@ -13,6 +13,8 @@ from tests.models import make_checkpoint
 from tests.ranks import run_ranks_outcomes
 from tests.shard.test_bad_checkpoints import assert_all_raise
 
+pytestmark = [pytest.mark.distributed, pytest.mark.fault]
+
 
 def no_memory(*args, **kwargs):
     raise MemoryError("cannot allocate 12345 bytes")

@@ -5,6 +5,7 @@ import os
 import re
 import time
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -12,6 +13,8 @@ import shardproof as sp
 from shardproof.dist import whereabouts
 from tests.models import tiny_config
 from tests.ranks import run_ranks, run_ranks_outcomes
+
+pytestmark = [pytest.mark.distributed, pytest.mark.fault]
 
 SECONDS = 3.0
 SEQUENCES = [[5, 6, 7, 8], [9, 10, 11]]

@@ -29,6 +29,8 @@ from shardproof.errors import ConfigError
 from shardproof.findings import CODES
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.distributed
+
 SECRET = "0123456789abcdef0123456789abcdef"
 
 

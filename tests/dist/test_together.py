@@ -26,6 +26,7 @@ def divide_by_zero(stage):
         _ = 1 / dist.get_rank()
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize("stage", CODES_AND_CLASSES)
 def test_an_unforeseen_error_has_the_class_of_its_stage(stage):
     outcomes = run_ranks_outcomes(2, divide_by_zero, stage)

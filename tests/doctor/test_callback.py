@@ -17,6 +17,8 @@ from shardproof.shard.torch_private import clean_name
 from tests.models import make_model
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.distributed
+
 INV_FREQ, EMBEDDING, HEAD = "model.rotary_emb.inv_freq", "model.embed_tokens.weight", "lm_head.weight"
 TOKENIZER = Path(__file__).parents[2] / "recipes" / "tiny" / "model"
 TOKENS = [{"input_ids": [3 + (i + j) % 90 for j in range(9)]} for i in range(8)]

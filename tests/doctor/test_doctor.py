@@ -22,6 +22,8 @@ from tests.models import EXTRA_FAMILIES, FAMILIES, make_checkpoint
 from tests.ranks import run_ranks
 from tests.rl.test_report import HOSTILE, open_page, rows, text_of, tiles
 
+pytestmark = pytest.mark.distributed
+
 STAGES = ["load", "attest", "score", "round trip", "step", "stream", "verify", "generate"]
 FP32 = Layout(dtype="fp32")
 

@@ -76,6 +76,7 @@ def measure(family, sizes, strategy, dtype, num_tokens):
     }
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize(
     ("family", "sizes", "strategy", "dtype", "num_tokens"),
     [

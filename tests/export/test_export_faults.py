@@ -21,6 +21,8 @@ from tests.models import make_checkpoint
 from tests.ranks import run_ranks, run_ranks_outcomes
 from tests.shard.test_bad_checkpoints import assert_all_raise
 
+pytestmark = [pytest.mark.distributed, pytest.mark.fault]
+
 NORM = "model.norm.weight"
 DOWN = "model.layers.1.mlp.down_proj.weight"
 STRATEGIES = ("fsdp1", "fsdp2")

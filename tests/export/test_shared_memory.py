@@ -29,6 +29,8 @@ from tests.export.test_stream import collect, differences, load, lora_config, re
 from tests.models import make_checkpoint
 from tests.ranks import run_ranks, run_ranks_outcomes
 
+pytestmark = pytest.mark.distributed
+
 CASES = {
     "dense": ("llama", {}),
     "experts": ("qwen3_moe", {}),

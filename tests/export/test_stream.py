@@ -29,6 +29,8 @@ from tests.shard.test_load import (
     replicated_mesh,
 )
 
+pytestmark = pytest.mark.distributed
+
 ALL_FAMILIES = FAMILIES + EXTRA_FAMILIES
 # (ranks, replicas, options of load): every way a policy can lie.
 LAYOUTS = {

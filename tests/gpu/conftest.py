@@ -1,4 +1,4 @@
-"""These tests need a CUDA device; elsewhere they are not collected as passing."""
+"""These tests need a CUDA device; elsewhere they are skipped."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import pytest
 import torch
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        item.add_marker(pytest.mark.gpu)
-        if not torch.cuda.is_available():
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+@pytest.fixture(autouse=True)
+def cuda() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")

@@ -20,6 +20,8 @@ from shardproof.shard.holdings import local_shards
 from tests.models import make_checkpoint, tiny_config
 from tests.ranks import run_ranks
 
+pytestmark = [pytest.mark.distributed, pytest.mark.gpu]
+
 SEQUENCES = [
     [5, 6, 7, 8, 9, 10, 11],
     [1, 2, 3],

@@ -35,6 +35,8 @@ from shardproof.rollout.static import FixedDecoder
 from shardproof.rollout.trajectory import Trajectory
 from tests.gpu.test_cuda import ONE_NCCL, TWO_GLOO, on_ranks
 
+pytestmark = [pytest.mark.distributed, pytest.mark.gpu]
+
 CUDA = torch.device("cuda")
 _SHAPE = {
     "num_hidden_layers": 3,

@@ -21,7 +21,11 @@ from tests.ranks import run_ranks
 from tests.rollout.vllm.support import PROMPTS, ask, change, failure, sync
 from tests.sockets import all_loopback, listening, session_of
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.vllm,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
+]
 
 SHAPE = {
     **{"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "head_dim": 64},

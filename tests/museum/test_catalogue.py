@@ -9,6 +9,8 @@ from shardproof.findings import CODES
 from tests.museum import test_held, test_steps, test_syncs
 from tests.museum.pieces import NEED_VLLM, PIECES, Piece, exhibited
 
+pytestmark = pytest.mark.fault
+
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "museum.md"
 REQUIRED = (

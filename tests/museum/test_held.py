@@ -14,6 +14,8 @@ from tests.museum.skyrl_1709 import load_as_there
 from tests.ranks import run_ranks_outcomes
 from tests.shard.test_attest import hf_model, rotary, shard_fsdp2
 
+pytestmark = [pytest.mark.distributed, pytest.mark.fault]
+
 INV_FREQ, EMBEDDING, HEAD = "model.rotary_emb.inv_freq", "model.embed_tokens.weight", "lm_head.weight"
 
 

@@ -11,6 +11,8 @@ from tests.models import make_checkpoint
 from tests.ranks import run_ranks
 from tests.shard.test_load import local_parameters
 
+pytestmark = [pytest.mark.distributed, pytest.mark.fault]
+
 STRATEGIES = ("fsdp1", "fsdp2")
 MIB = 2**20
 M_MMAP_THRESHOLD = -3  # of malloc.h

@@ -16,6 +16,8 @@ import shardproof as sp
 from tests.models import make_checkpoint
 from tests.ranks import run_ranks
 
+pytestmark = [pytest.mark.distributed, pytest.mark.invariant]
+
 LENGTH = 128
 SEQUENCES = [[(17 * i + 5 * j * j + 3) % 101 for j in range(LENGTH)] for i in range(4)]
 # bf16 keeps 8 bits: log-probs of this model near -5, from logits that pass two layers, move by a few hundredths.

@@ -11,6 +11,8 @@ from tests.museum.pieces import piece
 from tests.ranks import run_ranks, run_ranks_outcomes
 from tests.train.test_step_faults import everything, load, my_batch, nan_loss_on, spoil_gradient
 
+pytestmark = [pytest.mark.distributed, pytest.mark.fault]
+
 MLP = "model.layers.1.mlp"
 
 

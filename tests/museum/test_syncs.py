@@ -21,6 +21,8 @@ from tests.models import make_checkpoint
 from tests.museum.pieces import findings_of, piece
 from tests.ranks import run_ranks_outcomes
 
+pytestmark = [pytest.mark.distributed, pytest.mark.fault]
+
 SEQUENCES = [[5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16], [9, 10, 11]]
 LORA = {"r": 4, "target_modules": ["q_proj", "v_proj"]}
 

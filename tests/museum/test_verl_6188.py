@@ -18,6 +18,8 @@ from tests.export.test_stream import collect, load, lora_config, train
 from tests.models import make_checkpoint
 from tests.ranks import run_ranks
 
+pytestmark = [pytest.mark.distributed, pytest.mark.invariant]
+
 KINDS = {
     "full": ({}, {}),
     "merged": ({"lora": lora_config()}, {}),

@@ -16,6 +16,8 @@ from shardproof.rl import agreement
 from tests.ranks import run_ranks, run_ranks_outcomes
 from tests.rl.runs import RECIPES, lines, run_recipe, small_recipe, write_rows
 
+pytestmark = [pytest.mark.distributed, pytest.mark.fault]
+
 ONE_STEP = ("train.steps=1", "output.eval_every=0", "output.save_model=false")
 
 

@@ -6,9 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.ranks import run_ranks
 from tests.rl.runs import small_recipe, trajectory
 from tests.rl.test_resuming import run_with
+
+pytestmark = pytest.mark.distributed
 
 PPO = ("algorithm.name=ppo", "output.eval_every=0", "output.save_every=1", "output.keep=5")
 

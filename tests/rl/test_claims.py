@@ -16,6 +16,8 @@ from tests.ranks import run_ranks
 from tests.rl.runs import small_recipe
 from tests.rl.test_place import make_run
 
+pytestmark = [pytest.mark.distributed, pytest.mark.fault]
+
 
 def claim_from(recipe: str, step: int | None) -> None:
     """Claim and release; module-level, for `run_ranks`."""

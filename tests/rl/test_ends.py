@@ -17,6 +17,8 @@ from tests.rl.runs import lines, write_rows
 from tests.rl.test_processes import SETTINGS, STEPS, finish, ranks_of, start, wait_for_step
 from tests.sockets import all_loopback, listening
 
+pytestmark = pytest.mark.distributed
+
 LONG_S = 60.0  # what nothing may outlive its parent by
 START_S = 300.0  # longer than any start takes, on a busy machine too
 

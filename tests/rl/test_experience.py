@@ -23,6 +23,8 @@ from tests.rl.runs import (
     write_rows,
 )
 
+pytestmark = pytest.mark.distributed
+
 REWARDS = "tests.rl.user_rewards"
 ONE_STEP = ("train.steps=1", "output.eval_every=0", "output.save_model=false")
 

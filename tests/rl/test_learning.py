@@ -7,6 +7,8 @@ import pytest
 from tests.ranks import run_ranks
 from tests.rl.runs import run_recipe, small_recipe, trajectory, write_rows
 
+pytestmark = pytest.mark.distributed
+
 
 def make_task(folder):
     """Whatever is asked, the answer is seven: a model that adds must learn to do something else."""

@@ -22,6 +22,8 @@ from tests.rl.runs import (
     write_rows,
 )
 
+pytestmark = pytest.mark.distributed
+
 ALGORITHMS = ["grpo", "dr_grpo", "dapo", "rloo", "reinforce_pp", "ppo", "gspo", "cispo"]
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 

@@ -4,6 +4,8 @@ import pytest
 
 from shardproof.rl.report import write_report
 
+pytestmark = pytest.mark.fault
+
 HUGE = "1" + "0" * 400
 
 

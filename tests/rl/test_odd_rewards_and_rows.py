@@ -14,6 +14,8 @@ from shardproof.rl.data import load_rows
 from shardproof.rl.reward_functions import BUILT_IN, attempt
 from shardproof.rl.rewards import RewardRunner, RewardSpec
 
+pytestmark = pytest.mark.fault
+
 SAMPLE = ("what is one plus two ?", "3", {"answer": "3"})
 
 

@@ -4,7 +4,11 @@ import importlib
 import sys
 import zipfile
 
+import pytest
+
 from shardproof.rl import agreement
+
+pytestmark = pytest.mark.fault
 
 
 def test_a_lock_of_an_editor_is_no_source(tmp_path):

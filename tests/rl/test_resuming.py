@@ -25,6 +25,8 @@ from tests.rl.runs import (
     write_rows,
 )
 
+pytestmark = pytest.mark.distributed
+
 # A cosine depends on the number of steps, in which the parts of these runs differ.
 SETTINGS = ("output.eval_every=0", "output.save_every=1", "output.keep=5", "optimizer.schedule=constant")
 

@@ -17,6 +17,8 @@ from shardproof.rl.rewards import RewardRunner, RewardSpec
 from tests.ranks import run_ranks, run_ranks_outcomes
 from tests.rl.runs import small_recipe, write_rows
 
+pytestmark = [pytest.mark.distributed, pytest.mark.fault]
+
 
 def obey(prompt, completion, row):
     """Does what the completion says."""

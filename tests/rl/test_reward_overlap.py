@@ -18,6 +18,8 @@ from shardproof.rollout.trajectory import Reward
 from tests.ranks import RankError, run_ranks
 from tests.rl.runs import lines, run_recipe, small_recipe, trajectory, write_rows
 
+pytestmark = [pytest.mark.distributed, pytest.mark.invariant]
+
 REWARDS = "tests.rl.user_rewards"
 LONG_S = 60.0  # what waits for something that never comes fails after this
 ONE_STEP = ("train.steps=1", "output.eval_every=0", "algorithm.kl_coef=0.01", f"reward.timeout_s={LONG_S}")

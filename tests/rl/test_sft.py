@@ -10,6 +10,8 @@ from shardproof.rl.checks import check_inputs
 from tests.ranks import run_ranks
 from tests.rl.runs import TINY, comparable, run_recipe, small_recipe, trajectory, write_rows
 
+pytestmark = pytest.mark.distributed
+
 SFT = ("algorithm.name=sft", "optimizer.lr=0.003", "train.prompts_per_step=16")
 
 

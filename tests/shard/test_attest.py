@@ -16,6 +16,8 @@ import shardproof as sp
 from tests.models import make_checkpoint, make_model, tiny_config
 from tests.ranks import run_ranks
 
+pytestmark = [pytest.mark.distributed, pytest.mark.fault]
+
 INV_FREQ = "model.rotary_emb.inv_freq"
 HEAD = "lm_head.weight"
 REPLICATED = ["plain", "ddp"]

@@ -22,6 +22,8 @@ from shardproof.weights.source import find_folder, read_config, resolve_folder
 from tests.models import make_checkpoint
 from tests.ranks import run_ranks, run_ranks_outcomes
 
+pytestmark = [pytest.mark.distributed, pytest.mark.fault]
+
 INDEX = "model.safetensors.index.json"
 UP = "model.layers.0.mlp.up_proj.weight"
 EXPERT_UP = "model.layers.1.mlp.experts.3.up_proj.weight"

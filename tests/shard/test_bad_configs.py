@@ -13,6 +13,8 @@ from shardproof.weights.source import read_config
 from tests.models import make_checkpoint
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.fault
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):

@@ -32,6 +32,8 @@ from tests.models import make_checkpoint, tiny_config
 from tests.ranks import run_ranks, run_ranks_outcomes
 from tests.shard.test_bad_checkpoints import assert_all_raise, edit_config
 
+pytestmark = [pytest.mark.distributed, pytest.mark.fault]
+
 
 def load_random(*options, **fields):
     """Load a tiny random model with this rank's options; with one set of options, all ranks use that."""

@@ -8,6 +8,8 @@ import shardproof as sp
 from tests.models import EXTRA_FAMILIES, FAMILIES, make_checkpoint
 from tests.ranks import run_ranks
 
+pytestmark = [pytest.mark.distributed, pytest.mark.invariant]
+
 ALL_FAMILIES = FAMILIES + EXTRA_FAMILIES
 # Longer than the sliding windows of the tiny configs.
 TOKENS = torch.randint(3, 101, (2, 24), generator=torch.Generator().manual_seed(0))

@@ -19,6 +19,8 @@ from tests.models import make_checkpoint
 from tests.ranks import run_ranks, run_ranks_outcomes
 from tests.shard.test_bad_checkpoints import assert_all_raise
 
+pytestmark = pytest.mark.fault
+
 TENSOR = "model.layers.1.mlp.down_proj.weight"
 
 
@@ -141,6 +143,7 @@ def load_with_wrong_reads(source, strategy, times):
         sp.load(source, strategy=strategy, compute_dtype=torch.float32)
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize("strategy", ["fsdp2", "fsdp1"])
 @pytest.mark.parametrize(("times", "code"), [(0, "S201"), (2, "S202")])
 def test_load_names_the_tensor_and_rank_of_a_wrong_write(checkpoint, strategy, times, code):
@@ -149,6 +152,7 @@ def test_load_names_the_tensor_and_rank_of_a_wrong_write(checkpoint, strategy, t
     assert message.count("Fix: ") == 1
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize("strategy", ["fsdp2", "fsdp1"])
 def test_load_with_the_same_wrapper_and_right_reads_is_clean(checkpoint, strategy):
     run_ranks(2, load_with_wrong_reads, checkpoint, strategy, 1)
@@ -170,6 +174,7 @@ def largest_difference_after_load(folder, replicate):
     return {name: difference for name, difference in differences.items() if difference != 0}
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize(("num_ranks", "replicate"), [(1, 1), (2, 2), (2, 1)])
 def test_fsdp1_pads_between_parameters_and_the_write_lands_in_the_parameter(tmp_path, num_ranks, replicate):
     # Four attention sinks are 8 bytes in bf16; FSDP1 aligns each original parameter to 16.
@@ -235,6 +240,7 @@ def load_buffered(fill, strategy):
     return table, str(policy.provenance["extra.table"]), str(policy.provenance["model.rotary_emb.inv_freq"])
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize("strategy", ["fsdp2", "fsdp1"])
 @pytest.mark.parametrize("fill", ["arange", "integers", "mask", "infinite", "bf16"])
 def test_buffer_that_only_a_constructor_computes(fill, strategy):
@@ -246,6 +252,7 @@ def test_buffer_that_only_a_constructor_computes(fill, strategy):
         assert rotary_writer == "computed: LlamaRotaryEmbedding through _init_weights"
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize("fill", ["empty", "empty_integers", "partly_empty"])
 def test_buffer_that_nothing_writes(fill):
     outcomes = run_ranks_outcomes(2, load_buffered, fill, "fsdp2")

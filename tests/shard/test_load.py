@@ -17,6 +17,8 @@ import shardproof as sp
 from tests.models import make_checkpoint, make_model, tiny_config
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.distributed
+
 STRATEGIES = ("fsdp1", "fsdp2")
 # (ranks, replicas): plain sharding, then HSDP as replicate x shard.
 LAYOUTS = {"1": (1, 1), "2": (2, 1), "3": (3, 1), "4": (4, 1), "2x1": (2, 2), "2x2": (4, 2)}

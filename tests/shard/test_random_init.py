@@ -12,6 +12,8 @@ from tests.models import make_model, tiny_config
 from tests.ranks import run_ranks
 from tests.shard.test_load import full_state, replicated_mesh
 
+pytestmark = [pytest.mark.distributed, pytest.mark.invariant]
+
 FAMILIES = ("qwen3", "qwen3_moe", "gpt2", "deepseek_v3", "gemma3_text", "llama")
 LAYOUTS = [
     (strategy, num_ranks, replicas)

@@ -10,6 +10,8 @@ from tests.models import make_checkpoint, tiny_config
 from tests.ranks import run_ranks, run_ranks_outcomes
 from tests.shard.test_load import full_state
 
+pytestmark = pytest.mark.distributed
+
 STRATEGIES = ("fsdp1", "fsdp2")
 TOKENS = torch.randint(3, 101, (2, 20), generator=torch.Generator().manual_seed(0))
 ATTENTION = ["q_proj", "v_proj"]

@@ -17,6 +17,8 @@ from tests.models import make_checkpoint
 from tests.ranks import run_ranks, run_ranks_outcomes
 from tests.shard.test_bad_checkpoints import assert_all_raise
 
+pytestmark = pytest.mark.distributed
+
 NOWHERE = "/no/such/folder"
 
 

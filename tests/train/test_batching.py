@@ -11,6 +11,8 @@ import shardproof as sp
 from shardproof.train.batching import check_batch, spread
 from tests.ranks import run_ranks, run_ranks_outcomes
 
+pytestmark = pytest.mark.distributed
+
 
 def make_sequences(lengths):
     return [[(7 * i + j) % 50 for j in range(length)] for i, length in enumerate(lengths)]

@@ -13,6 +13,8 @@ from shardproof.train.probe import Yardstick
 from tests.models import EXTRA_FAMILIES, FAMILIES, tiny_config
 from tests.ranks import run_ranks, run_ranks_outcomes
 
+pytestmark = [pytest.mark.distributed, pytest.mark.fault]
+
 PACKED_FAMILIES = [family for family in FAMILIES + EXTRA_FAMILIES if family != "phi3"]
 SOME_FAMILIES = ["llama", "qwen3_moe", "gemma2", "gpt2", "granitemoe"]
 SEQUENCES = [[(7 * i + 3 * j * j) % 101 for j in range(n)] for i, n in enumerate((9, 14, 14, 5))]

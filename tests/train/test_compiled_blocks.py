@@ -17,6 +17,8 @@ from shardproof.model.compiling import can_compile, is_compiled
 from tests.models import make_checkpoint
 from tests.ranks import run_ranks
 
+pytestmark = [pytest.mark.distributed, pytest.mark.invariant]
+
 # The first three show every form in which attention on a CPU hands back its result: of sequences, of one, of equal ones.
 BATCHES = [[12, 5, 9, 7], [20, 21], [3] * 8, [6, 31, 2, 2], [2, 40]]
 

@@ -21,6 +21,8 @@ from tests.ranks import run_ranks, run_ranks_outcomes
 from tests.shard.test_bad_checkpoints import assert_all_raise
 from tests.shard.test_serve import full_state
 
+pytestmark = [pytest.mark.distributed, pytest.mark.invariant]
+
 # Largest absolute difference of a loss, norm, log-prob, gradient or weight, all of them float32 numbers of order 1.
 TOLERANCE = 2e-5
 

@@ -12,6 +12,8 @@ import shardproof as sp
 from tests.models import tiny_config
 from tests.ranks import run_ranks, run_ranks_outcomes
 
+pytestmark = [pytest.mark.distributed, pytest.mark.fault]
+
 DEADLINE_S = 5.0
 SEQUENCES = [[(7 * i + 3 * j) % 101 for j in range(9)] for i in range(4)]
 

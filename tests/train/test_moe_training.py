@@ -12,6 +12,8 @@ from tests.models import make_checkpoint
 from tests.ranks import run_ranks, run_ranks_outcomes
 from tests.shard.test_serve import full_state
 
+pytestmark = pytest.mark.distributed
+
 TOLERANCE = 2e-5
 ROUTER_COEF = 0.7
 FAMILIES = ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3")

@@ -16,6 +16,8 @@ from tests.models import make_checkpoint
 from tests.ranks import run_ranks
 from tests.shard.test_serve import full_state
 
+pytestmark = [pytest.mark.distributed, pytest.mark.invariant]
+
 NUM_BLOCKS = 4
 PLENTY = 1 << 50
 STEPS = 4

@@ -15,6 +15,8 @@ from tests.ranks import run_ranks, run_ranks_outcomes
 from tests.shard.test_bad_checkpoints import assert_all_raise
 from tests.shard.test_serve import full_state
 
+pytestmark = [pytest.mark.distributed, pytest.mark.invariant]
+
 TOLERANCE = 2e-5
 TEMPERATURE = 0.7
 UNPACKED = {"phi3": "its rotary embedding depends on the longest position in the batch"}

@@ -15,6 +15,8 @@ from tests.ranks import run_ranks
 from tests.shard.test_serve import full_state
 from tests.train.test_recompute import PLENTY, Watched, assert_same_run, load, steps, train
 
+pytestmark = [pytest.mark.distributed, pytest.mark.invariant]
+
 NUM_UNITS = 3  # two blocks and the root
 NUM_MICRO_BATCHES = 2
 

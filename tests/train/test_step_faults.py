@@ -19,6 +19,8 @@ from tests.models import tiny_config
 from tests.ranks import run_ranks, run_ranks_outcomes
 from tests.shard.test_bad_checkpoints import assert_all_raise
 
+pytestmark = [pytest.mark.distributed, pytest.mark.fault]
+
 # Rank r of n starts with the r-th of them and takes each n-th.
 SEQUENCES = [
     [(11 * i + 5 * j * j + 3) % 101 for j in range(n)] for i, n in enumerate((9, 6, 12, 7, 5, 8, 11, 4))

@@ -20,6 +20,8 @@ from shardproof.rollout.vllm_server import VllmSettings, check_settings
 from tests.ranks import run_ranks
 from tests.rollout.vllm.support import change, connect, failure, load_policy, sample, sync, worst
 
+pytestmark = [pytest.mark.distributed, pytest.mark.vllm]
+
 STARTS = 600  # seconds that a test may need whose server is started several times
 
 

@@ -17,6 +17,8 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 from shardproof.rollout.vllm_ledger import WriteLedger, recording
 from shardproof.rollout.vllm_transport import expected_writes
 
+pytestmark = pytest.mark.vllm
+
 EXPERTS, ROWS, WIDTH = 4, 6, 8
 ONCE = "was not written once everywhere"
 

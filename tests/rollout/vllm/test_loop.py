@@ -12,6 +12,8 @@ from shardproof.config.load import from_json, load_recipe, to_json
 from tests.ranks import run_ranks
 from tests.rl.runs import with_last
 
+pytestmark = [pytest.mark.distributed, pytest.mark.vllm]
+
 RECIPES = Path(__file__).resolve().parents[3] / "recipes"
 STEPS = 16
 SETTINGS = [

@@ -24,6 +24,8 @@ from shardproof.rollout.vllm_client import Deadline
 from tests.ranks import run_ranks
 from tests.rollout.vllm.support import PROMPTS, change, connect, failure, load_policy, sample, sync, worst
 
+pytestmark = [pytest.mark.distributed, pytest.mark.vllm]
+
 
 @pytest.fixture
 def url(shared_server):

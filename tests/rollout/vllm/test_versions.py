@@ -21,6 +21,8 @@ from shardproof.rollout.vllm_server import Served, VllmServer, VllmSettings, arg
 from shardproof.rollout.vllm_versions import check_senders, installed_version, interface_of
 from tests.sockets import listening, session_of
 
+pytestmark = pytest.mark.vllm
+
 SERVED = Served(Path("model"), "float32", "cpu")
 # version: (the flag for token ids, completions that say their weights' version, its own transports), read in its source
 VERSIONS = {
