@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import shardproof as sp
 from shardproof.checkpoints import folders
-from shardproof.checkpoints import state as checkpoint_state
+from shardproof.checkpoints import save as checkpoint_save
 from shardproof.digest import digest
 from shardproof.errors import ShardproofError
 from shardproof.files import FolderLock
@@ -118,18 +118,18 @@ def half_removed(folder, *args, **kwargs):
 
 def arrange_death(patch, where):
     if where == "before the write":
-        patch.setattr(checkpoint_state._Save, "write", Kill(checkpoint_state._Save.write))
+        patch.setattr(checkpoint_save._Save, "write", Kill(checkpoint_save._Save.write))
     elif where == "while copying":
-        patch.setattr(checkpoint_state, "_without_replicas", Kill(checkpoint_state._without_replicas))
+        patch.setattr(checkpoint_save, "_without_replicas", Kill(checkpoint_save._without_replicas))
     elif where in ("before its data", "after its data"):
-        kill = Kill(checkpoint_state.write_ranges, after=where.startswith("after"))
-        patch.setattr(checkpoint_state, "write_ranges", kill)
+        kill = Kill(checkpoint_save.write_ranges, after=where.startswith("after"))
+        patch.setattr(checkpoint_save, "write_ranges", kill)
     elif where == "before publication":
-        patch.setattr(checkpoint_state._Save, "publish", Kill(checkpoint_state._Save.publish))
+        patch.setattr(checkpoint_save._Save, "publish", Kill(checkpoint_save._Save.publish))
     elif where in ("before the rename", "after the rename"):
         patch.setattr(os, "rename", at_publication(Kill(os.rename, after=where.startswith("after"))))
     elif where == "while removing":
-        patch.setattr(checkpoint_state.shutil, "rmtree", half_removed)
+        patch.setattr(checkpoint_save.shutil, "rmtree", half_removed)
 
 
 def save_and_die(source, root, where, victim, background, options):
@@ -218,15 +218,15 @@ def arrange_failure(patch, where):
         raise MemoryError("cannot allocate 12345 bytes")
 
     if where == "data":
-        patch.setattr(checkpoint_state, "write_ranges", raise_full)
+        patch.setattr(checkpoint_save, "write_ranges", raise_full)
     elif where == "index":
-        patch.setattr(checkpoint_state._Save, "_write_index", raise_full)
+        patch.setattr(checkpoint_save._Save, "_write_index", raise_full)
     elif where == "state":
-        patch.setattr(checkpoint_state, "write_atomic", raise_full)
+        patch.setattr(checkpoint_save, "write_atomic", raise_full)
     elif where == "rename":
         patch.setattr(os, "rename", at_publication(raise_full))
     elif where == "copy":
-        patch.setattr(checkpoint_state, "copy_to_host", raise_memory)
+        patch.setattr(checkpoint_save, "copy_to_host", raise_memory)
 
 
 def save_and_fail(source, root, where, victim, background):
@@ -889,7 +889,7 @@ def save_and_change(source, root, how, with_optimizer, strategy):
     weights = Weights(policy)
     before = collect(policy)[2].digest
     changed = threading.Event()
-    real_copy, real_wait = checkpoint_state.copy_to_host, checkpoint_state.PendingSave.wait_until_staged
+    real_copy, real_wait = checkpoint_save.copy_to_host, checkpoint_save.PendingSave.wait_until_staged
 
     def copy_late(ranges):
         changed.wait(30)  # until the change has happened, or waits for this copy
@@ -900,8 +900,8 @@ def save_and_change(source, root, how, with_optimizer, strategy):
         real_wait(*args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint_state, "copy_to_host", copy_late)
-        patch.setattr(checkpoint_state.PendingSave, "wait_until_staged", wait_until_staged)
+        patch.setattr(checkpoint_save, "copy_to_host", copy_late)
+        patch.setattr(checkpoint_save.PendingSave, "wait_until_staged", wait_until_staged)
         optimizer = weights.optimizer if with_optimizer else None
         pending = sp.save_checkpoint(root, policy, optimizer, background=True)
         getattr(weights, how)()

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 import shardproof as sp
 from shardproof.checkpoints import folders
-from shardproof.checkpoints import state as checkpoint_state
+from shardproof.checkpoints import save as checkpoint_save
 from shardproof.checkpoints.run_state import optimizer_ranges
 from shardproof.digest import digest
 from shardproof.shard.holdings import local_shards
@@ -391,8 +391,8 @@ def save_beside_a_step(source, fields, root, slow):
     run.step()
     expected = run.held()["weights"], collect(run.policy)[2].digest
     asked, copied, written = threading.Event(), threading.Event(), threading.Event()
-    real_staged, real_write = checkpoint_state.copy_to_host, checkpoint_state._Save.write
-    real_wait = checkpoint_state.PendingSave.wait_until_staged
+    real_staged, real_write = checkpoint_save.copy_to_host, checkpoint_save._Save.write
+    real_wait = checkpoint_save.PendingSave.wait_until_staged
 
     def wait_until_staged(*args):
         asked.set()
@@ -411,9 +411,9 @@ def save_beside_a_step(source, fields, root, slow):
         return real_write(*args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint_state, "copy_to_host", staged)
-        patch.setattr(checkpoint_state._Save, "write", write)
-        patch.setattr(checkpoint_state.PendingSave, "wait_until_staged", wait_until_staged)
+        patch.setattr(checkpoint_save, "copy_to_host", staged)
+        patch.setattr(checkpoint_save._Save, "write", write)
+        patch.setattr(checkpoint_save.PendingSave, "wait_until_staged", wait_until_staged)
         pending = run.save(root, background=True)
         called_after_copy = copied.is_set()
         run.step()
@@ -481,14 +481,14 @@ def resume_during_a_save(source, root):
     run.save(root)
     run.step()
     second = collect(run.policy)[2].digest
-    real = checkpoint_state.copy_to_host
+    real = checkpoint_save.copy_to_host
 
     def staged(*args):
         time.sleep(0.5)
         return real(*args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint_state, "copy_to_host", staged)
+        patch.setattr(checkpoint_save, "copy_to_host", staged)
         pending = run.save(root, background=True)
         run.resume(root, which="step-00000001")
         pending.wait()

@@ -23,6 +23,7 @@ import shardproof as sp
 from shardproof import files
 from shardproof.checkpoints import folders
 from shardproof.checkpoints.run_state import model_ranges, optimizer_ranges
+from shardproof.checkpoints.saver import saver_of
 from shardproof.digest import digest
 from shardproof.errors import ShardproofError
 from shardproof.export import payload, stream
@@ -223,7 +224,7 @@ class Saves:
         """Make one save with a disk that fails. In a process of its own."""
         shutil.copytree(self.before(index), disk.root)
         # It has none of its parent's threads, so it makes a group of its own.
-        self.state.policy.checkpoint_group = None
+        saver_of(self.state.policy).group = None
         if not self.can_exchange:
             files._exchange = lambda one, other: False
         disk.install()

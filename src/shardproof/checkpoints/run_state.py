@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from shardproof.checkpoints.plain import from_plain, to_plain
 from shardproof.checkpoints.ranges import FlatRange
@@ -155,26 +155,51 @@ def restore(
     optimizer: torch.optim.Optimizer | None,
     scheduler: LRScheduler | None,
     state: dict[str, Any],
+    keep_settings: bool = False,
 ) -> dict[str, Any]:
-    """Put the described state back; returns `extra`."""
+    """Put the described state back, but for settings that are to be kept; returns `extra`."""
     policy.version = state["version"]
     policy.num_updates = state["num_updates"]
     if optimizer is not None and state["groups"] is not None:
-        for group, saved in zip(optimizer.param_groups, state["groups"], strict=True):
-            for key, value in saved.items():
-                group[key] = from_plain(value, _device_like(group.get(key)))
-        for name, param in policy.named_parameters():
-            if _has_no_state(param):
-                continue
-            for key, value in state["scalars"].get(name, {}).items():
-                device = _scalar_device(optimizer, param, value["on_device"])
-                optimizer.state[param][key] = from_plain(value["value"], device)
+        if not keep_settings:
+            _restore_settings(optimizer, state["groups"])
+        _restore_scalars(policy, optimizer, state["scalars"])
     if scheduler is not None and state["scheduler"] is not None:
-        saved = {key: from_plain(value) for key, value in state["scheduler"].items()}
-        scheduler.load_state_dict({**scheduler.state_dict(), **saved})
+        _restore_schedule(scheduler, state["scheduler"], keep_settings)
     if state["world_size"] == dist.get_world_size():
         _set_random_state(state["rng"][dist.get_rank()], policy.device)
     return state["extra"]
+
+
+def _restore_settings(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> None:
+    for group, saved in zip(optimizer.param_groups, groups, strict=True):
+        for key, value in saved.items():
+            group[key] = from_plain(value, _device_like(group.get(key)))
+
+
+def _restore_scalars(
+    policy: ShardedModel, optimizer: torch.optim.Optimizer, scalars: dict[str, dict[str, Any]]
+) -> None:
+    for name, param in policy.named_parameters():
+        if _has_no_state(param):
+            continue
+        for key, value in scalars.get(name, {}).items():
+            device = _scalar_device(optimizer, param, value["on_device"])
+            optimizer.state[param][key] = from_plain(value["value"], device)
+
+
+def _restore_schedule(scheduler: LRScheduler, state: dict[str, Any], keep_settings: bool) -> None:
+    """Go on at the saved step: at the saved rates, or at those that the schedule here has for it."""
+    ours = scheduler.state_dict()
+    saved = {key: from_plain(value) for key, value in state.items()}
+    if keep_settings:
+        assert isinstance(scheduler, LambdaLR)
+        ratios = [ratio(saved["last_epoch"]) for ratio in scheduler.lr_lambdas]
+        rates = [base * ratio for base, ratio in zip(scheduler.base_lrs, ratios, strict=True)]
+        saved |= {"base_lrs": scheduler.base_lrs, "_last_lr": rates}
+        for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+    scheduler.load_state_dict({**ours, **saved})
 
 
 def _device_like(value: Any) -> torch.device:

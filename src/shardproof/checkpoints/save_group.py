@@ -1,8 +1,7 @@
-"""What ranks tell each other during a save, on a group of its own beside training."""
+"""What ranks tell each other during a save, on the group of its own that it uses beside training."""
 
 from __future__ import annotations
 
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -10,21 +9,8 @@ import torch.distributed as dist
 from shardproof.dist.collectives import exchange
 from shardproof.errors import ShardproofError, error_for
 from shardproof.findings import Finding
-from shardproof.shard.sharded_model import ShardedModel
 
-# How long a rank waits for the others to finish writing what it has finished itself.
-_DEADLINE_S = 600.0
 _TEXT_CHARACTERS = 400
-
-
-def group_of(policy: ShardedModel) -> dist.ProcessGroup:
-    """A gloo group for checkpoints alone, so that a save beside training cannot mix up its collectives.
-
-    Collective: every rank, the first time.
-    """
-    if policy.checkpoint_group is None:
-        policy.checkpoint_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=_DEADLINE_S))
-    return policy.checkpoint_group
 
 
 def share(group: dist.ProcessGroup, value: Any = None, problem: Exception | None = None) -> list[Any]:

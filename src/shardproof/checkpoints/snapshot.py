@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +29,36 @@ class PendingSave:
         self.blocked_seconds = 0.0  # of the training loop
         self.write_seconds = 0.0  # from the call to the published folder
         self.folder: Path | None = None
+        self._started = time.perf_counter()
         self._staged = threading.Event()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._told = False
+
+    def run(self, work: Callable[[], Path]) -> None:
+        """Do the work of a save; what it returns or raises is what `wait` returns or raises."""
+        try:
+            self.folder = work()
+        except BaseException as error:
+            self._error = error
+        finally:
+            self.end_staging()
+            self.write_seconds = time.perf_counter() - self._started
+
+    def run_beside(self, work: Callable[[], Path]) -> None:
+        """The same in a thread."""
+        self.begin_staging()
+        thread = threading.Thread(target=self.run, args=(work,), name="shardproof-save")
+        try:
+            thread.start()
+        except BaseException:
+            self.end_staging()
+            raise
+        self._thread = thread
+
+    def note_blocked(self) -> None:
+        """Count the time since this object was made as time that the training loop waited."""
+        self.blocked_seconds = time.perf_counter() - self._started
 
     def settle(self) -> None:
         """Wait for the end, and raise what went wrong unless it has been raised before."""

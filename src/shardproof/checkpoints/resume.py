@@ -1,0 +1,161 @@
+"""Reading a checkpoint back: every byte compared, everything parsed, and only then anything changed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+
+from shardproof.checkpoints.folders import (
+    CHECKSUMS_NAME,
+    STATE_NAME,
+    check_sums,
+    checksum,
+    find_checkpoint,
+    name_of,
+    read_checked,
+    read_sums,
+)
+from shardproof.checkpoints.ranges import INDEX_NAME, FlatRange, SavedTensor, check_index, read_ranges
+from shardproof.checkpoints.run_state import (
+    allocate_optimizer,
+    check_state,
+    fingerprint,
+    model_ranges,
+    restore,
+)
+from shardproof.checkpoints.saver import saver_of
+from shardproof.dist.collectives import exchange, together
+from shardproof.errors import fail
+from shardproof.foreign import parse_json
+from shardproof.shard.sharded_model import ShardedModel
+
+
+def resume(
+    folder: str | os.PathLike[str],
+    policy: ShardedModel,
+    optimizer: torch.optim.Optimizer | None = None,
+    scheduler: LRScheduler | None = None,
+    which: str = "latest",
+    *,
+    keep_settings: bool = False,
+) -> dict[str, Any]:
+    """Load a checkpoint into the policy, optimizer and schedule, whatever layout wrote it; returns its `extra`.
+
+    `folder` is a run's folder, of which `which` names one ("latest", or "step-00000012"), or a checkpoint itself. At
+    the world size that wrote it the run goes on bit for bit. Every byte of it is compared with its checksum before
+    anything is parsed, and everything is parsed before anything changes.
+
+    With `keep_settings` learning rates, betas and the like stay what they are here, not what they were when the
+    checkpoint was saved; the schedule, which must be one of `make_schedule`, goes on at the saved step.
+
+    Collective: every rank.
+    """
+    saver_of(policy).settle()  # what is loaded now must not be in what is being saved
+    with together("resume"), _reading():
+        policy.check_resident("resume")
+        _check_schedule(scheduler, keep_settings)
+        chosen = find_checkpoint(Path(folder), which)
+        noted = read_sums(chosen)
+    _check_same(chosen)
+    with together("resume"), _reading():
+        check_sums(chosen, noted, dist.get_rank(), dist.get_world_size())
+    with together("resume"), _reading():
+        state = _read_state(chosen, policy, noted)
+        index = parse_json(read_checked(chosen, INDEX_NAME, noted), INDEX_NAME, "resume", code="E407")
+        saved = check_index(index, name_of(chosen), {name: size for name, (size, _) in noted.items()})
+    ranges = model_ranges(policy)
+    with together("resume"):
+        _check_names(chosen, saved, ranges)
+        if optimizer is not None:
+            _check_optimizer(chosen, saved, policy, optimizer, state["groups"])
+    if optimizer is not None and state["groups"] is not None:
+        ranges |= allocate_optimizer(policy, optimizer, {name: info.dtype for name, info in saved.items()})
+    with together("resume"), _reading(), torch.no_grad():
+        read_ranges(chosen, ranges, saved)
+    return restore(policy, optimizer, scheduler, state, keep_settings)
+
+
+def _check_schedule(scheduler: LRScheduler | None, keep_settings: bool) -> None:
+    if keep_settings and scheduler is not None and not isinstance(scheduler, LambdaLR):
+        message = f"keep_settings=True cannot tell at which rate a {type(scheduler).__name__} goes on."
+        raise fail(
+            "C001", "resume", message, fix="use make_schedule or another LambdaLR, or keep_settings=False"
+        )
+
+
+@contextmanager
+def _reading() -> Iterator[None]:
+    """The disk's errors as E407."""
+    try:
+        yield
+    except OSError as error:
+        raise fail("E407", "resume", f"{error.filename or 'the checkpoint'}: {error.strerror}.") from error
+
+
+def _check_same(chosen: Path) -> None:
+    """Raise unless all ranks found one checkpoint. Collective: every rank."""
+    with together("resume"), _reading():
+        mine = [name_of(chosen), checksum(chosen / CHECKSUMS_NAME)]
+    rows = exchange(mine)
+    if len({name for name, _ in rows}) > 1:
+        raise fail(
+            "E407", "resume", f"ranks see different checkpoints: {sorted({name for name, _ in rows})}."
+        )
+    if len({crc for _, crc in rows}) > 1:
+        raise fail("E407", "resume", f"{name_of(chosen)}: ranks see different files under this name.")
+
+
+def _read_state(folder: Path, policy: ShardedModel, noted: dict[str, tuple[int, int]]) -> dict[str, Any]:
+    label = name_of(folder)
+    state = parse_json(read_checked(folder, STATE_NAME, noted), STATE_NAME, "resume", code="E407")
+    try:
+        check_state(state)
+    except (ValueError, KeyError, TypeError, RuntimeError) as error:
+        what = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
+        raise fail("E407", "resume", f"{label}: {STATE_NAME} cannot be used: {what}.") from error
+    saved, ours = state["model"], fingerprint(policy)
+    if saved != ours:
+        odd = sorted(name for name in saved.keys() | ours.keys() if saved.get(name) != ours.get(name))
+        message = f"{label} is of another model: {odd[0]!r} is {saved.get(odd[0])} there and {ours.get(odd[0])} here"
+        raise fail("E407", "resume", f"{message} ({len(odd)} tensors differ).", tensor=odd[0])
+    return state
+
+
+def _check_names(folder: Path, saved: Mapping[str, SavedTensor], ranges: dict[str, FlatRange]) -> None:
+    """Every tensor of the model is described, with its size."""
+    for name, item in ranges.items():
+        info = saved.get(name)
+        if info is None or info.numel != item.numel:
+            found = "is not there" if info is None else f"has {info.numel} elements of {item.numel}"
+            raise fail("E407", "resume", f"{name_of(folder)}: {name!r} {found}.", tensor=name)
+
+
+def _check_optimizer(
+    folder: Path,
+    saved: Mapping[str, SavedTensor],
+    policy: ShardedModel,
+    optimizer: torch.optim.Optimizer,
+    groups: Any,
+) -> None:
+    """The saved optimizer has as many groups as this one, and the same state for every trainable parameter."""
+    label = name_of(folder)
+    if groups is not None and len(groups) != len(optimizer.param_groups):
+        message = (
+            f"{label}: its optimizer has {len(groups)} groups, this one has {len(optimizer.param_groups)}."
+        )
+        raise fail("E407", "resume", message)
+    states = {name: key for name in saved if name.startswith("optim.") for key in [name.rpartition(".")[2]]}
+    sizes = {info.name: torch.Size(info.shape).numel() for info in policy.inventory.parameters}
+    for name, param in policy.named_parameters():
+        for key in sorted(set(states.values())) if param.requires_grad else ():
+            info = saved.get(f"optim.{name}.{key}")
+            if info is None or info.numel != sizes[name]:
+                found = "is not there" if info is None else "has another size"
+                raise fail("E407", "resume", f"{label}: 'optim.{name}.{key}' {found}.", tensor=name)
