@@ -16,15 +16,11 @@ from tests.train.test_step_faults import everything, load, my_batch
 pytestmark = [pytest.mark.distributed, pytest.mark.fault]
 
 
-class StagingSave:
-    """A save beside training that has not yet copied anything; notes what the weights are when it is waited for."""
-
-    def __init__(self, look):
-        self.look = look
-        self.seen = []
-
-    def wait_until_staged(self, *_):
-        self.seen.append(self.look())
+def watch_changes(policy, look):
+    """What `look` sees each time the policy is about to change, as a save that still copies would."""
+    seen = []
+    policy.before_change_hooks.append(lambda: seen.append(look()))
+    return seen
 
 
 def step_while_a_save_stages(strategy):
@@ -32,9 +28,9 @@ def step_while_a_save_stages(strategy):
     policy = load(strategy=strategy)
     optimizer = sp.make_optimizer(policy, lr=1e-2)
     begin = everything(policy, optimizer, None)[0]
-    policy.pending_save = StagingSave(lambda: everything(policy, optimizer, None)[0])
+    seen = watch_changes(policy, lambda: everything(policy, optimizer, None)[0])
     sp.train_step(policy, my_batch(), optimizer)
-    return policy.pending_save.seen, begin, everything(policy, optimizer, None)[0]
+    return seen, begin, everything(policy, optimizer, None)[0]
 
 
 @pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2"])
@@ -46,9 +42,9 @@ def test_a_step_waits_for_a_save_that_knows_no_optimizer(strategy):
 
 def offload_while_a_save_stages():
     policy = load()
-    policy.pending_save = StagingSave(lambda: policy.offloaded)
+    seen = watch_changes(policy, lambda: policy.offloaded)
     policy.offload()
-    return policy.pending_save.seen
+    return seen
 
 
 def test_offloading_waits_for_a_save():

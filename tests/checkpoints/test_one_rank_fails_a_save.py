@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from shardproof.checkpoints import state as checkpoint_state
-from shardproof.export import pretrained
+from shardproof.checkpoints import save as checkpoint_save
 from shardproof.export.pretrained import save_pretrained
 from tests.checkpoints.test_checkpoints import Run
 from tests.models import make_checkpoint
@@ -25,9 +24,9 @@ def save_without_memory(source, folder, what, victim):
     run = Run(source)
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == victim:
-            patch.setattr(checkpoint_state, "write_ranges", no_memory)
-            patch.setattr(checkpoint_state, "check_index", no_memory)
-            patch.setattr(pretrained.struct, "pack", no_memory)
+            patch.setattr(checkpoint_save, "write_ranges", no_memory)
+            patch.setattr(checkpoint_save, "check_index", no_memory)
+            patch.setattr("shardproof.weights.writer.struct.pack", no_memory)
         if what == "model":
             save_pretrained(run.policy, folder, max_file_bytes=20_000)
         else:
