@@ -69,9 +69,9 @@ def serve(folder: str, log: str) -> dict[str, Any]:
     os.environ["VLLM_USE_FLASHINFER_SAMPLER"] = "0"  # FlashInfer is optional, and it compiles for minutes
     policy = sp.load(folder, device="cuda", compute_dtype=torch.bfloat16)
     settings = VllmSettings(max_model_len=128, gpu_memory_utilization=0.1, enforce_eager=True, log=log)
-    engine = VllmEngine(policy, settings)
+    engine = VllmEngine(policy, settings, sleeps=True)
     requests = ask(6)
-    found: dict[str, Any] = {"gaps": [], "means": [], "versions": []}
+    found: dict[str, Any] = {"gaps": [], "means": [], "versions": [], "freed": []}
     try:
         assert engine.delivery is not None
         for _ in range(3):
@@ -80,7 +80,13 @@ def serve(folder: str, log: str) -> dict[str, Any]:
             found["gaps"].append(engine.canary_gap)
             found["means"].append(mean_gap(engine, completions))
             found["versions"].append({c.version for c in completions})
+            free = torch.cuda.mem_get_info()[0]
+            engine.sleep()
+            found["freed"].append(torch.cuda.mem_get_info()[0] - free)
+            assert "R501 generate: the engine is asleep" in failure(generate, engine, requests, Sampling(1))
+            engine.wake()
             change(policy)
+        sync(engine)
         found["vllm"] = engine.delivery.interface.version if engine.delivery.interface else None
         found["seconds"] = dict(engine.proof.seconds) if engine.proof else {}
         assert engine.server.process is not None
@@ -90,6 +96,7 @@ def serve(folder: str, log: str) -> dict[str, Any]:
         found["stopped"] = all((c.tokens[-1] in stops) == c.finished for c in stopped) and any(
             c.finished for c in stopped
         )
+        change(policy)
         forget(engine)
         found["message"] = failure(sync, engine)
         found["after"] = {c.version for c in generate(engine, requests, Sampling(4))}
@@ -108,8 +115,9 @@ def test_a_colocated_server_samples_from_the_policys_weights(tmp_path, family):
     # Half precision on both sides; weights that are not the policy's are whole nats away.
     assert max(found["gaps"]) < 0.5 and max(found["means"]) < 0.3
     assert found["versions"] == [{0}, {1}, {2}]
+    assert min(found["freed"]) > 2**30  # most of what gpu_memory_utilization lends it
     assert found["stopped"]
     assert "R502 sync" in found["message"] and "layers.1.self_attn.qkv_proj" in found["message"]
-    assert "the server is back at version 2" in found["message"]
-    assert found["after"] == {2}
+    assert "the server is back at version 3" in found["message"]
+    assert found["after"] == {3}
     assert all_loopback(found["listening"]), found["listening"]

@@ -30,7 +30,8 @@ FREE = {
     *("model.checkpoint_activations", "model.reshard_after_forward", "model.compile"),
     "model.trust_remote_code",
     *("reference.strategy", "reference.cpu_offload", "reference.lr", "critic.strategy", "critic.cpu_offload"),
-    *("rollout.batch_size", "rollout.offload_policy", "rollout.canary_tolerance", "rollout.vllm"),
+    *("rollout.batch_size", "rollout.offload_policy", "rollout.sleep", "rollout.canary_tolerance"),
+    "rollout.vllm",
     "data.max_prompt_tokens",  # longer prompts are refused, not cut
     *("reward.timeout_s", "reward.num_workers"),
     *("train.steps", "train.micro_batch_tokens", "train.ranks", "train.max_consecutive_skips"),

@@ -161,7 +161,10 @@ def make_engine(recipe: Recipe, policy: ShardedModel) -> Engine:
 
         given = recipe.rollout.vllm.model_dump()
         given["args"] += ["--trust-remote-code"] if recipe.model.trust_remote_code else []
-        return VllmEngine(policy, VllmSettings(**given), recipe.canary_tolerance, recipe.rollout.batch_size)
+        rollout = recipe.rollout
+        return VllmEngine(
+            policy, VllmSettings(**given), recipe.canary_tolerance, rollout.batch_size, rollout.sleep
+        )
     with together("rollout"):  # a replica may fit the memory of some ranks and not of others
         kind = EmbeddedEngine if recipe.rollout.engine == "embedded" else ShardedEngine
         return kind(policy, recipe.rollout.batch_size)

@@ -15,6 +15,7 @@ from shardproof.export.stream import WeightStream
 from shardproof.findings import Finding
 from shardproof.model import hf_private
 from shardproof.model.buffers import compute_buffers
+from shardproof.model.replace import replace_buffers, replace_parameters
 from shardproof.rollout.decode import decode, last_logits
 from shardproof.rollout.engine import Request, Sampling
 from shardproof.rollout.queue import BatchEngine
@@ -157,24 +158,15 @@ def _empty_replica(policy: ShardedModel) -> PreTrainedModel:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.tie_weights()
     compute_buffers(model)
-    dtype = policy.settings.compute_dtype
-    replaced: dict[torch.Tensor, torch.nn.Parameter] = {}
-    for module in model.modules():
-        for name, param in module._parameters.items():
-            if param is not None:
-                if param not in replaced:
-                    empty = torch.full(param.shape, float("nan"), dtype=dtype, device=policy.device)
-                    replaced[param] = torch.nn.Parameter(empty, requires_grad=False)
-                module._parameters[name] = replaced[param]
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                placed = (
-                    torch.zeros_like(buffer, device=policy.device)
-                    if buffer.is_meta
-                    else buffer.to(policy.device)
-                )
-                module._buffers[name] = placed
-    return model.eval()
+    dtype, device = policy.settings.compute_dtype, policy.device
+    replace_parameters(
+        model.modules(), lambda old: torch.full(old.shape, float("nan"), dtype=dtype, device=device)
+    )
+    replace_buffers(
+        model.modules(),
+        lambda old: torch.zeros_like(old, device=device) if old.is_meta else old.to(device),
+    )
+    return model.eval().requires_grad_(False)
 
 
 class _Inlet:

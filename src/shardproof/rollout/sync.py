@@ -8,7 +8,8 @@ lies in memory, is brought again.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -98,11 +99,13 @@ class Delivery:
                 return
         except (Unreachable, Refused):
             pass  # it is gone, or hangs; the way back is the same
-        try:
+        with _named("generate"):
             self._bring(self.committed, seconds)
-        except (Unreachable, Refused) as error:
-            finding = _finding(error)
-            raise fail(finding.code, "generate", finding.message, fix=finding.fix) from error
+
+    def ask(self, path: str, seconds: float) -> None:
+        """Post to a route of the server that needs no body."""
+        with _named("sync"):
+            self.server.client.post(path, None, Deadline(seconds))
 
     def check_unchanged(self, seconds: float) -> None:
         """Raise if the engine no longer says what it said when its weights were committed."""
@@ -328,6 +331,16 @@ def check_fit(facts: Mapping[str, Any], config: Mapping[str, Any], adapter: bool
 def distance(some: Sequence[float], others: Sequence[float]) -> float:
     """The largest difference; NaN if one of them is."""
     return largest(abs(a - b) for a, b in zip(some, others, strict=True))
+
+
+@contextmanager
+def _named(stage: str) -> Iterator[None]:
+    """Give what the server does not answer, or refuses, its code."""
+    try:
+        yield
+    except (Unreachable, Refused) as error:
+        finding = _finding(error)
+        raise fail(finding.code, stage, finding.message, fix=finding.fix) from error
 
 
 def _finding(error: Exception) -> Finding:

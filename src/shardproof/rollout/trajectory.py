@@ -26,7 +26,7 @@ class Reward:
 
     total: float
     parts: Mapping[str, float] = field(default_factory=dict)
-    failures: Mapping[str, str] = field(default_factory=dict)  # rewards that failed, and how; their parts are 0
+    failures: Mapping[str, str] = field(default_factory=dict)  # what failed, and how; its part is 0
     failed: bool = False  # a reward that counts in the total failed: the total says nothing
     penalty: float = 0.0  # of the algorithm, for length; trained on, and no part of the total
 

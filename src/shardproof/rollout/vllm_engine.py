@@ -27,7 +27,7 @@ from shardproof.rollout.sync import CANARY_TOKENS, GENERATE, TOLERANCE, Delivere
 from shardproof.rollout.trajectory import Trajectory
 from shardproof.rollout.vllm_client import Deadline, Refused, Unreachable
 from shardproof.rollout.vllm_plugin import BACKEND
-from shardproof.rollout.vllm_server import Served, VllmServer, VllmSettings
+from shardproof.rollout.vllm_server import Served, VllmServer, VllmSettings, check_sleep
 from shardproof.rollout.vllm_versions import check_senders
 from shardproof.shard.sharded_model import ShardedModel
 from shardproof.train.score import logprobs
@@ -48,12 +48,14 @@ class VllmEngine(BatchEngine):
         settings: VllmSettings | None = None,
         tolerance: float | None = None,
         batch_size: int = 256,
+        sleeps: bool = False,
     ):
         super().__init__(batch_size)
         self.policy = policy
         self.settings = settings or VllmSettings()
         self.proof: Proof | None = None
         self._adapter = policy.has_lora and self.settings.lora == "adapter"
+        self._sleeps = sleeps
         self._dtype = str(policy.settings.compute_dtype).removeprefix("torch.")
         self._tokens = canary_tokens(policy.model.config.get_text_config().vocab_size)
         self._buffers: list[SharedWeights] = []
@@ -69,6 +71,8 @@ class VllmEngine(BatchEngine):
     def _connect(self, tolerance: float) -> Delivery:
         """Start or find the server. Rank 0 alone."""
         self._folder = Path(tempfile.mkdtemp(prefix="shardproof-"))
+        if self._sleeps:
+            check_sleep(self.settings, self.policy.device.type, self._adapter)
         server = VllmServer(self.settings, self._served())
         if self.settings.transport != "shared":
             check_senders(self.settings.transport)
@@ -94,7 +98,7 @@ class VllmEngine(BatchEngine):
             assert self._folder is not None
             folder = self._folder / "config"
             self.policy.model.config.save_pretrained(folder)
-        return Served(folder, self._dtype, self.policy.device.type, rank)
+        return Served(folder, self._dtype, self.policy.device.type, rank, self._sleeps)
 
     @property
     def server(self) -> VllmServer:
@@ -112,6 +116,7 @@ class VllmEngine(BatchEngine):
 
         Collective: every rank. Memory: the payload twice on rank 0's host, the committed one and the one on its way.
         """
+        self.check_awake("load_weights")
         if stream.policy is not self.policy:
             raise fail("C001", "rollout", "the stream is of another policy than the engine was made for.")
         if self.settings.transport != "shared" and not self._adapter:
@@ -245,10 +250,26 @@ class VllmEngine(BatchEngine):
         return deadline("sync", "R505", seconds + _MARGIN_S, mesh_groups(self.policy.mesh))
 
     def sleep(self) -> None:
-        raise fail("C001", "rollout", "a vLLM server does not sleep.", fix="set rollout.sleep=false")
+        """Have the server give up weights and KV cache. Collective: every rank."""
+        self.check_idle("sleep")
+        if not self._sleeps:
+            fix = "make it with sleeps=True; in a recipe, set rollout.sleep=true"
+            raise fail("C001", "sleep", "the server was not started with vLLM's sleep mode.", fix=fix)
+        self._ask_server("/sleep?level=2")
+        self.version, self.asleep = -1, True
 
     def wake(self) -> None:
-        raise fail("C001", "rollout", "a vLLM server does not sleep.", fix="set rollout.sleep=false")
+        """Have the server take its memory back; the next sync proves what is in it. Collective: every rank."""
+        if self.asleep:
+            self._ask_server("/wake_up")
+            self.asleep = False
+
+    def _ask_server(self, path: str) -> None:
+        """Collective: every rank. A server that died is left: the next sync starts another, which is awake."""
+        limit = self.settings.sync_timeout_s
+        with self._deadline(limit), together("sync"):
+            if self.delivery is not None and not self.server.has_died:
+                self.delivery.ask(path, limit)
 
     def close(self) -> None:
         """Stop the server if the run started it, and give the memory back."""

@@ -77,6 +77,7 @@ class Served:
     dtype: str
     device: str  # "cpu" or "cuda"
     adapter_rank: int | None = None  # of the adapters that it will serve; None: none
+    sleeps: bool = False  # it can be asked to give up its memory
 
 
 def check_settings(settings: VllmSettings) -> None:
@@ -111,6 +112,23 @@ def check_settings(settings: VllmSettings) -> None:
             message,
             fix="run the server on rank 0's host, or set rollout.vllm.transport=nccl",
         )
+
+
+def check_sleep(settings: VllmSettings, device: str, adapter: bool) -> None:
+    """Raise if a server with these settings cannot give up its memory, or not get back what it had."""
+    problem, fix = None, "set rollout.sleep=false"
+    if settings.url is not None:
+        problem = f"the server at {settings.url!r} is not this run's to put to sleep"
+        fix = (
+            "remove rollout.vllm.url, so that the run starts a server of its own, or set rollout.sleep=false"
+        )
+    elif device == "cpu":
+        problem = "vLLM does not sleep on CPU"
+    elif adapter:
+        problem = "vLLM loses the base in its sleep, and a sync brings the adapter alone"
+        fix = "set rollout.vllm.lora=merge, or rollout.sleep=false"
+    if problem is not None:
+        raise fail("C001", "rollout", f"rollout.sleep: {problem}.", fix=fix)
 
 
 def _is_loopback(host: str) -> bool:
@@ -247,6 +265,7 @@ def arguments(settings: VllmSettings, served: Served, interface: Interface) -> l
         *("--tensor-parallel-size", str(settings.tensor_parallel_size)),
     ]
     found += ["--enforce-eager"] if _is_eager(settings, served) else []
+    found += ["--enable-sleep-mode"] if served.sleeps else []
     if settings.max_model_len is not None:
         found += ["--max-model-len", str(settings.max_model_len)]
     if served.device != "cpu":

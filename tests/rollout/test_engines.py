@@ -1,0 +1,175 @@
+"""Engines without a server: what is asked is answered in batches of all ranks, and what sleeps gives its memory up."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from weakref import ref
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import shardproof as sp
+from shardproof.config.load import load_recipe
+from shardproof.rl.preflight import Start, check_vllm
+from shardproof.rollout.engine import Request, Sampling, answers, generate
+from shardproof.rollout.local import EmbeddedEngine, ShardedEngine
+from shardproof.rollout.static import FixedDecoder
+from shardproof.rollout.trajectory import Trajectory
+from shardproof.rollout.vllm_server import Served, VllmSettings, arguments
+from shardproof.rollout.vllm_versions import interface_of
+from tests.models import make_checkpoint
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.distributed
+
+RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "tiny-vllm.toml"
+SAMPLING = Sampling(4, stop_ids=(7, 9))
+ENGINES = {"embedded": EmbeddedEngine, "sharded": ShardedEngine}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return str(make_checkpoint(tmp_path_factory.mktemp("model"), "qwen3_tied"))
+
+
+def ask(num: int, first: int = 0) -> list[Request]:
+    return [
+        Request(Trajectory.of_prompt((3 + row, 4, 5), row), row + 100) for row in range(first, first + num)
+    ]
+
+
+def refusal(action: Any, *args: Any) -> str:
+    with pytest.raises(sp.ShardproofError) as caught:
+        action(*args)
+    return str(caught.value)
+
+
+def ready(kind: str, folder: str, batch_size: int) -> Any:
+    policy = sp.load(folder)
+    engine = ENGINES[kind](policy, batch_size)
+    engine.load_weights(sp.WeightStream(policy, policy.settings.compute_dtype))
+    return engine
+
+
+def asked_twice(kind: str, folder: str) -> dict[str, Any]:
+    """Rank 0 asks for 5 and 2, rank 1 for 1 and 4, in batches of 2."""
+    engine, rank = ready(kind, folder, 2), dist.get_rank()
+    first, second = (ask((5, 1)[rank]), SAMPLING), (ask((2, 4)[rank], 5), Sampling(2))
+    tickets = [engine.submit(*first), engine.submit(*second)]
+    polled = []
+    while engine.busy:
+        polled.append(engine.poll())
+    idle = engine.poll()
+    order = [ticket for batch in polled for ticket, _ in batch]
+    alone = generate(engine, *first) + generate(engine, *second)
+    same = [made for batch in polled for _, made in batch] == alone
+    in_parts = [[index for index, _ in part] for part in answers(engine, *first)]
+    made = alone[0]
+    return {
+        "sizes": [len(batch) for batch in polled],
+        "in order": order == [*tickets[0], *tickets[1]] and len(set(order)) == len(order),
+        "same": same and idle == [],
+        "parts": in_parts,
+        "made": (made.group, [s.author for s in made.segments], made.segments[1].trained, made.version),
+        "whole": len(made.segments[1].logprobs) == made.num_sampled,
+    }
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_requests_are_answered_in_batches_first_in_first_out(folder, kind):
+    found = run_ranks(2, asked_twice, kind, folder)
+    assert [each["sizes"] for each in found] == [[2, 2, 1, 2, 0], [1, 0, 0, 2, 2]]
+    assert [each["parts"] for each in found] == [[[0, 1], [2, 3], [4]], [[0], [], []]]
+    for each in found:
+        assert each["in order"] and each["same"] and each["whole"]
+        assert each["made"] == (0, ["prompt", "policy"], True, 0)
+
+
+def fail_once(folder: str) -> dict[str, Any]:
+    engine = ready("embedded", folder, 2)
+    wanted = generate(engine, ask(4), SAMPLING)
+    outside = Request(Trajectory.of_prompt((10**6,)), 0)  # of the vocabulary
+    engine.submit([*ask(2), *([outside] if dist.get_rank() else ask(1)), *ask(3)], SAMPLING)
+    found = {"first": len(engine.poll()), "message": refusal(engine.poll)}
+    found |= {"busy": engine.busy, "rest": engine.poll()}
+    return found | {"usable": generate(engine, ask(4), SAMPLING) == wanted}
+
+
+def test_what_cannot_be_answered_raises_on_all_ranks_and_leaves_nothing_behind(folder):
+    first, second = run_ranks(2, fail_once, folder)
+    assert first == second
+    assert first.pop("message").startswith("R500 generate: rank 1: IndexError")
+    assert first == {"first": 2, "busy": False, "rest": [], "usable": True}
+
+
+def sleep_and_wake(folder: str) -> dict[str, Any]:
+    engine = ready("embedded", folder, 8)
+    policy_stream = sp.WeightStream(sp.load(folder), torch.float32)
+    before = generate(engine, ask(3), SAMPLING)
+    engine._fixed = FixedDecoder(engine.model, engine.device)  # as on CUDA
+    generate(engine, ask(3), SAMPLING)
+    held = [ref(tensor) for loop in engine._fixed._loops.values() for tensor in tensors_of(loop)]
+    storages = [param.untyped_storage() for param in engine.model.parameters()]
+    found: dict[str, Any] = {"held": [bool(held), all(storage.nbytes() for storage in storages)]}
+    engine.submit(ask(1), SAMPLING)
+    found["busy"] = refusal(engine.sleep)
+    engine.poll()
+    engine.sleep()
+    found["left"] = [sum(each() is not None for each in held), sum(s.nbytes() for s in storages)]
+    found["version"] = engine.version
+    found["asleep"] = refusal(generate, engine, ask(1), SAMPLING)
+    found["load"] = refusal(engine.load_weights, policy_stream)
+    engine.wake()
+    found["unwritten"] = all(param.isnan().all() for param in engine.model.parameters())
+    found["awake"] = refusal(generate, engine, ask(1), SAMPLING)
+    engine.load_weights(policy_stream)
+    fixed = generate(engine, ask(3), SAMPLING)
+    engine._fixed = None
+    found["same"] = generate(engine, ask(3), SAMPLING) == before
+    return found | {"fixed": [each.tokens for each in fixed] == [each.tokens for each in before]}
+
+
+def tensors_of(loop: Any) -> list[torch.Tensor]:
+    return [loop._model._mask, loop._progress.tokens, loop._model._cache.layers[0].keys]
+
+
+def test_an_engine_that_sleeps_gives_its_memory_up_and_gets_it_back(folder):
+    for found in run_ranks(2, sleep_and_wake, folder):
+        assert found["held"] == [True, True] and found["left"] == [0, 0]
+        assert found["version"] == -1 and found["unwritten"]
+        assert "R501 sleep: the engine still has requests to answer." in found["busy"]
+        assert "R501 generate: the engine is asleep: it has neither memory nor weights." in found["asleep"]
+        assert "call wake, then load_weights" in found["asleep"]
+        assert "R501 load_weights: the engine is asleep" in found["load"]
+        assert "R501 generate: the engine has no weights yet." in found["awake"]
+        assert found["same"] and found["fixed"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (
+            ["rollout.vllm.mode=server", "rollout.vllm.url=http://127.0.0.1:9"],
+            "is not this run's to put to sleep",
+        ),
+        ([], "vLLM does not sleep on CPU"),
+    ],
+)
+def test_a_vllm_server_that_cannot_sleep_is_refused_before_a_start(settings, said):
+    recipe = load_recipe(RECIPE, ["rollout.sleep=true", *settings])
+    message = refusal(check_vllm, Start(recipe, 1))
+    assert (
+        message.startswith("C001 rollout: rollout.sleep:")
+        and said in message
+        and "rollout.sleep=false" in message
+    )
+
+
+def test_a_vllm_server_that_shall_sleep_is_started_so():
+    for sleeps in (True, False):
+        given = arguments(
+            VllmSettings(), Served(Path("model"), "float32", "cuda", sleeps=sleeps), interface_of("0.32.0")
+        )
+        assert ("--enable-sleep-mode" in given) == sleeps
