@@ -14,7 +14,7 @@ from shardproof.errors import ExportFault
 from shardproof.export.payload import check_entries
 from shardproof.export.shared import read_shared
 from shardproof.shard.holdings import local_shards, persistent_buffers
-from shardproof.weights.boxes import BoxTensor
+from shardproof.weights.box_tensor import BoxTensor
 from shardproof.weights.mapping import ExportEntry
 from tests.export.test_stream import collect, load, lora_config
 from tests.models import make_checkpoint

@@ -7,7 +7,8 @@ import pytest
 import torch
 from transformers import core_model_loading as ops
 
-from shardproof.weights.boxes import BoxTensor, NotSliceable, flat_range_boxes, orient
+from shardproof.weights.box_tensor import BoxTensor, NotSliceable
+from shardproof.weights.boxes import cut, flat_range_boxes, put
 
 MAX_NUMEL = 4000
 
@@ -25,10 +26,8 @@ def read_box(boxes, box, sources):
     """What the slices of `box` say is there; every element must be written exactly once."""
     out = torch.full([b - a for a, b in box], -1)
     for piece in boxes.slices(box):
-        source = sources[piece.source][tuple(slice(a, b) for a, b in piece.box)]
-        target = out[tuple(slice(a, b) for a, b in piece.target)]
-        assert bool((target == -1).all()), "an element is written twice"
-        target.copy_(orient(source, piece.dims))
+        assert bool((cut(out, piece.box) == -1).all()), "an element is written twice"
+        put(out, piece, cut(sources[piece.source], piece.source_box))
     return out
 
 

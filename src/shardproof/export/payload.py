@@ -20,7 +20,7 @@ from shardproof.shard.local import LocalShard
 from shardproof.shard.plan import ShardPlan
 from shardproof.shard.sharded_model import ShardedModel
 from shardproof.shard.torch_private import clean_name
-from shardproof.weights.boxes import BoxTensor
+from shardproof.weights.box_tensor import BoxTensor
 from shardproof.weights.mapping import ExportEntry, map_export
 
 _ADAPTER_PREFIX = "base_model.model."

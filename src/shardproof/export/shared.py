@@ -28,7 +28,7 @@ from shardproof.export.payload import Layout, first_not_finite
 from shardproof.export.stream import WeightStream, agree_to_go_on, make_tensors
 from shardproof.shard.memory import host_memory
 from shardproof.shard.sharded_model import ShardedModel
-from shardproof.weights.boxes import Box, Piece, flat_range_boxes, orient
+from shardproof.weights.boxes import flat_range_boxes, put, window
 from shardproof.weights.mapping import Cut, ExportEntry
 
 _ALIGNMENT = 64
@@ -187,8 +187,11 @@ class SharedWeights:
             boxes = list(flat_range_boxes(shape, start, start + values.numel()))
             for name, account in entry.boxes.items():
                 for piece in account.pieces:
-                    if piece.source == source:
-                        _place(piece, boxes, values, start, self._flat(name).view(account.shape))
+                    for offset, box in boxes if piece.source == source else ():
+                        part = piece.out_of(box)
+                        if part is not None:
+                            held = window(offset - start, box, part.source_box).of(values)
+                            put(self._flat(name).view(account.shape), part, held)
         return bad
 
     def _place_cuts(self, cuts: Sequence[Cut], values: torch.Tensor, start: int) -> None:
@@ -238,32 +241,3 @@ class SharedWeights:
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
-
-
-def _place(
-    piece: Piece, boxes: list[tuple[int, Box]], values: torch.Tensor, start: int, target: torch.Tensor
-) -> None:
-    """Copy the part of a checkpoint tensor's piece that lies in this rank's boxes of the model tensor."""
-    out_dim = {source_dim: dim for dim, source_dim in enumerate(piece.dims) if source_dim >= 0}
-    for offset, box in boxes:
-        overlap = []
-        for dim, (low, high) in enumerate(box):
-            length = piece.shape[out_dim[dim]] if dim in out_dim else 1
-            a, b = max(low, piece.source_start[dim]), min(high, piece.source_start[dim] + length)
-            if a >= b:
-                break
-            overlap.append((a, b))
-        else:
-            block = tuple(high - low for low, high in box)
-            at = offset - start
-            held = values[at : at + torch.Size(block).numel()].view(block)
-            held = held[tuple(slice(a - low, b - low) for (a, b), (low, _) in zip(overlap, box, strict=True))]
-            where = []
-            for dim, source_dim in enumerate(piece.dims):
-                first = piece.start[dim]
-                if source_dim >= 0:
-                    shift = first - piece.source_start[source_dim]
-                    where.append(slice(overlap[source_dim][0] + shift, overlap[source_dim][1] + shift))
-                else:
-                    where.append(slice(first, first + 1))
-            target[tuple(where)].copy_(orient(held, piece.dims))

@@ -20,7 +20,8 @@ from shardproof.export.manifest import ExportReceipt, Manifest
 from shardproof.export.payload import Layout, Payload, check_entries, first_not_finite
 from shardproof.findings import Finding
 from shardproof.shard.sharded_model import ShardedModel
-from shardproof.weights.boxes import BoxTensor, orient
+from shardproof.weights.box_tensor import BoxTensor
+from shardproof.weights.boxes import cut, orient, put
 from shardproof.weights.mapping import ExportEntry
 from shardproof.weights.writer import TensorMeta
 
@@ -260,16 +261,13 @@ def _digest_part(
     return digest_tiles(tiles[positions.start : positions.stop])
 
 
-def _assemble(box: BoxTensor, whole: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def _assemble(account: BoxTensor, whole: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """A checkpoint tensor from boxes of model tensors."""
-    pieces = list(box.slices(tuple((0, n) for n in box.shape)))
+    pieces = account.pieces
+    values = [cut(whole[piece.source], piece.source_box) for piece in pieces]
     if len(pieces) == 1:
-        return _cut(pieces[0].box, pieces[0].dims, whole[pieces[0].source]).contiguous()
-    out = torch.empty(box.shape, dtype=box.dtype, device=next(iter(whole.values())).device)
-    for piece in pieces:
-        out[tuple(slice(a, b) for a, b in piece.target)] = _cut(piece.box, piece.dims, whole[piece.source])
+        return orient(values[0], pieces[0].dims).contiguous()
+    out = torch.empty(account.shape, dtype=account.dtype, device=values[0].device)
+    for piece, value in zip(pieces, values, strict=True):
+        put(out, piece, value)
     return out
-
-
-def _cut(box: Sequence[tuple[int, int]], dims: tuple[int, ...], source: torch.Tensor) -> torch.Tensor:
-    return orient(source[tuple(slice(a, b) for a, b in box)], dims)

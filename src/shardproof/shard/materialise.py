@@ -15,7 +15,8 @@ from shardproof.shard.ledger import Ledger
 from shardproof.shard.local import LocalShard
 from shardproof.shard.plan import ShardPlan
 from shardproof.shard.staging import Staging
-from shardproof.weights.boxes import Box, BoxTensor, Run, Slice, flat_range_boxes, orient
+from shardproof.weights.box_tensor import BoxTensor, Run
+from shardproof.weights.boxes import Box, Piece, cut, flat_range_boxes, orient, put, shape_of
 from shardproof.weights.mapping import WholeConversion
 from shardproof.weights.reader import Checkpoint, SliceSource
 
@@ -26,17 +27,16 @@ _MANY_RUNS = 16
 class Read(NamedTuple):
     """One box of a checkpoint tensor and the place in a flat buffer it fills."""
 
-    slice: Slice
+    piece: Piece
     offset: int  # of the block in the whole tensor's flat order
-    block: tuple[int, ...]  # shape of the block that `slice.target` is relative to
+    block: tuple[int, ...]  # shape of the block that the piece is relative to
 
 
 def list_reads(boxes: BoxTensor, start: int, stop: int) -> Iterator[Read]:
     """The reads that fill elements [start, stop) of a tensor, in order."""
     for offset, box in flat_range_boxes(boxes.shape, start, stop):
-        block = tuple(b - a for a, b in box)
         for piece in boxes.slices(box):
-            yield Read(piece, offset, block)
+            yield Read(piece, offset, shape_of(box))
 
 
 def list_runs(boxes: BoxTensor, start: int, stop: int) -> list[Run] | None:
@@ -102,11 +102,9 @@ def _write_boxes(
         for read in list_reads(boxes, low, high):
             at = read.offset - low
             block = buffer[at : at + prod(read.block)].view(read.block)
-            value = source.view(read.slice.source, read.slice.box)
-            target = read.slice.target
-            block[tuple(slice(a, b) for a, b in target)].copy_(orient(value, read.slice.dims))
-            bytes_read += value.numel() * value.element_size()
-            for a, b in _flat_intervals(read.block, target):
+            value = source.view(read.piece.source, read.piece.source_box)
+            bytes_read += put(block, read.piece, value) * value.element_size()
+            for a, b in _flat_intervals(read.block, read.piece.box):
                 ledger.write(shard.name, read.offset + a, read.offset + b)
     return bytes_read
 
@@ -166,10 +164,10 @@ def check_tied_copies(plan: ShardPlan, shards: Sequence[LocalShard], source: Sli
         if other is None:
             continue
         for read in list_reads(other, shard.start, shard.stop):
-            value = orient(source.view(read.slice.source, read.slice.box), read.slice.dims)
+            value = orient(source.view(read.piece.source, read.piece.source_box), read.piece.dims)
             at = read.offset - shard.start
             block = shard.flat[at : at + prod(read.block)].view(read.block)
-            held = block[tuple(slice(a, b) for a, b in read.slice.target)]
+            held = cut(block, read.piece.box)
             if not torch.equal(held, value.to(held.device, held.dtype)):
-                message = f"{shard.name!r} and {read.slice.source!r} differ in the checkpoint, and the config ties them."
+                message = f"{shard.name!r} and {read.piece.source!r} differ in the checkpoint, and the config ties them."
                 raise fail("L112", "materialise", message, tensor=shard.name)

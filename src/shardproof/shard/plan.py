@@ -18,7 +18,7 @@ from shardproof.model.lora import base_name, is_adapter
 from shardproof.model.roles import CRITIC, VALUE_HEAD
 from shardproof.model.skeleton import Skeleton
 from shardproof.shard.ledger import Writer
-from shardproof.weights.boxes import BoxTensor
+from shardproof.weights.box_tensor import BoxTensor
 from shardproof.weights.mapping import CheckpointMap, WholeConversion, check_coverage, map_checkpoint
 from shardproof.weights.reader import Checkpoint
 

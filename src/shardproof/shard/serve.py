@@ -20,7 +20,8 @@ from shardproof.shard.local import LocalShard
 from shardproof.shard.materialise import list_reads
 from shardproof.shard.plan import ShardPlan
 from shardproof.shard.staging import Staging
-from shardproof.weights.boxes import Box, BoxTensor
+from shardproof.weights.box_tensor import BoxTensor
+from shardproof.weights.boxes import Box
 from shardproof.weights.mapping import WholeConversion
 from shardproof.weights.reader import Checkpoint
 
@@ -49,7 +50,7 @@ def list_requests(plan: ShardPlan, shards: Sequence[LocalShard]) -> list[Request
             continue
         if isinstance(origin, BoxTensor):
             requests += [
-                (read.slice.source, read.slice.box)
+                (read.piece.source, read.piece.source_box)
                 for low, high in Staging.parts(shard, origin.dtype)
                 for read in list_reads(origin, low, high)
             ]
@@ -58,7 +59,7 @@ def list_requests(plan: ShardPlan, shards: Sequence[LocalShard]) -> list[Request
     for shard in shards:
         if shard.name in plan.tie_checks:
             reads = list_reads(plan.tie_checks[shard.name], shard.start, shard.stop)
-            requests += [(read.slice.source, read.slice.box) for read in reads]
+            requests += [(read.piece.source, read.piece.source_box) for read in reads]
     return requests
 
 

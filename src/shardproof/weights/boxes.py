@@ -1,30 +1,24 @@
-"""Which box of which checkpoint tensor each element of a converted tensor comes from.
+"""Boxes of tensors: where they lie in memory, what they share, what they cover, and how one is copied into place.
 
-transformers describes how a checkpoint becomes a model as chains of tensor operations (stack the experts, concatenate
-gate and up, split, transpose). A `BoxTensor` goes through those very operations in place of a tensor, but only keeps
-account: it is a list of pieces, each a box of the result that equals a box of one source tensor, axes permuted. Any
-slice of the result can then be read straight from the sources. An operation that does more than move boxes around
-raises `NotSliceable`, and the caller converts that one tensor whole.
+A box is a range per dimension. A box of a single range is a range of the flattened tensor; for a vector the two are
+the same. Memory that holds a box has its elements in row-major order.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise
 from math import prod
+from operator import mul
 from typing import Any, NamedTuple
 
 import torch
 
-Box = tuple[tuple[int, int], ...]  # (start, stop) for each dim
-
-
-class NotSliceable(Exception):
-    """The operation cannot be expressed as boxes."""
+Box = tuple[tuple[int, int], ...]  # (start, stop) for each dim, or for the flattened tensor
 
 
 class Piece(NamedTuple):  # made by the ten thousand: a NamedTuple costs a fraction of a frozen dataclass
-    """A box of the result and the box of one source that it equals."""
+    """A box of a result and the box of one source that it equals."""
 
     start: tuple[int, ...]
     shape: tuple[int, ...]
@@ -34,210 +28,60 @@ class Piece(NamedTuple):  # made by the ten thousand: a NamedTuple costs a fract
     dims: tuple[int, ...]
     source_shape: tuple[int, ...]  # of the whole source
 
-
-class Run(NamedTuple):
-    """Consecutive elements of the result that are consecutive elements of one source."""
-
-    start: int
-    length: int
-    source: str
-    source_start: int
-
-
-class Slice(NamedTuple):
-    """Read `box` of `source`, permute it to `dims`, and it fills `target` (a box relative to the asked one)."""
-
-    source: str
-    box: Box
-    dims: tuple[int, ...]
-    target: Box
-
-
-class _RunTable(NamedTuple):
-    """The runs of a tensor, sorted by start; the source is an index into the account's sources."""
-
-    start: list[int]
-    length: list[int]
-    source: list[int]
-    source_start: list[int]
-
-
-class BoxTensor:
-    """A tensor's provenance: shape, dtype and pieces. Immutable.
-
-    Bound to names, it shares the pieces of the account it was bound from, whose sources are indices: layers that are
-    alike have one account.
-    """
-
-    def __init__(
-        self,
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        pieces: Sequence[Piece],
-        names: Sequence[str] | None = None,
-        template: BoxTensor | None = None,
-    ):
-        self.shape = torch.Size(shape)
-        self.dtype = dtype
-        self._pieces = tuple(pieces)
-        self._names = names
-        self._template = template
-        self._runs: _RunTable | None = None
-        self._runs_known = False
-
-    @classmethod
-    def of_source(cls, name: Any, shape: Sequence[int], dtype: torch.dtype) -> BoxTensor:
-        zeros = (0,) * len(shape)
-        whole = tuple(shape)
-        return cls(whole, dtype, [Piece(zeros, whole, name, zeros, tuple(range(len(whole))), whole)])
-
-    def bind(self, names: Sequence[str]) -> BoxTensor:
-        """The same account with `names[i]` in the place of source `i`."""
-        return BoxTensor(self.shape, self.dtype, self._pieces, names, self)
+    @property
+    def box(self) -> Box:
+        """The box of the result."""
+        return tuple((a, a + n) for a, n in zip(self.start, self.shape, strict=True))
 
     @property
-    def pieces(self) -> tuple[Piece, ...]:
-        if self._names is None:
-            return self._pieces
-        return tuple(piece._replace(source=self._names[piece.source]) for piece in self._pieces)
+    def source_box(self) -> Box:
+        """The box of the source."""
+        return tuple((a, a + n) for a, n in zip(self.source_start, self.extent, strict=True))
 
     @property
-    def sources(self) -> list[str]:
-        """The pieces' sources, in order."""
-        if self._names is None:
-            return [piece.source for piece in self._pieces]
-        return [self._names[piece.source] for piece in self._pieces]
+    def extent(self) -> list[int]:
+        """How many indices it takes of each dim of the source."""
+        extent = [1] * len(self.source_start)
+        for n, source_dim in zip(self.shape, self.dims, strict=True):
+            if source_dim >= 0:
+                extent[source_dim] = n
+        return extent
 
-    # The part of the tensor interface that conversion operations use.
-    @property
-    def ndim(self) -> int:
-        return len(self.shape)
+    def within(self, box: Box) -> Piece | None:
+        """The part of it that lies in `box` of the result, relative to that box."""
+        common = []
+        for (low, high), start, length in zip(box, self.start, self.shape, strict=True):
+            a, b = max(low, start), min(high, start + length)
+            if a >= b:
+                return None
+            common.append((a, b))
+        source_start = list(self.source_start)
+        for (a, _), start, source_dim in zip(common, self.start, self.dims, strict=True):
+            if source_dim >= 0:
+                source_start[source_dim] += a - start
+        start = tuple(a - low for (a, _), (low, _) in zip(common, box, strict=True))
+        shape = tuple(b - a for a, b in common)
+        return Piece(start, shape, self.source, tuple(source_start), self.dims, self.source_shape)
 
-    def dim(self) -> int:
-        return len(self.shape)
-
-    def size(self, dim: int | None = None) -> Any:
-        return self.shape if dim is None else self.shape[dim]
-
-    def numel(self) -> int:
-        return prod(self.shape)
-
-    def contiguous(self) -> BoxTensor:
-        return self
-
-    def chunk(self, chunks: int, dim: int = 0) -> tuple[BoxTensor, ...]:
-        return _chunk(self, chunks, dim)
-
-    def squeeze(self, dim: int | None = None) -> BoxTensor:
-        return _squeeze(self, dim)
-
-    def transpose(self, dim0: int, dim1: int) -> BoxTensor:
-        return _transpose(self, dim0, dim1)
-
-    def __getattr__(self, name: str) -> Any:
-        raise NotSliceable(f"Tensor.{name}")
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        handler = _HANDLERS.get(func)
-        if handler is None:
-            raise NotSliceable(getattr(func, "__name__", str(func)))
-        return handler(*args, **(kwargs or {}))
-
-    def runs(self, start: int, stop: int) -> list[Run] | None:
-        """The runs that fill elements [start, stop), in order; the first and last may reach beyond them.
-
-        None where some piece is not a run: strided, or with axes permuted.
-        """
-        table = (self._template or self)._run_table()
-        if table is None:
+    def out_of(self, box: Box) -> Piece | None:
+        """The part of it that comes from `box` of the source."""
+        common = overlap(self.source_box, box)
+        if common is None:
             return None
-        first = max(bisect_right(table.start, start) - 1, 0)
-        last = bisect_left(table.start, stop)
-        names = self._names if self._names is not None else [piece.source for piece in self._pieces]
-        return [
-            Run(table.start[i], table.length[i], names[table.source[i]], table.source_start[i])
-            for i in range(first, last)
-        ]
-
-    def _run_table(self) -> _RunTable | None:
-        if not self._runs_known:
-            self._runs_known = True
-            runs = [_as_run(piece, self.shape) for piece in self._pieces]
-            if None not in runs:
-                order = sorted(range(len(runs)), key=lambda i: runs[i][0])  # type: ignore[index]
-                columns = zip(*(runs[i] for i in order)) if order else [(), (), ()]  # type: ignore[misc]
-                start, length, source_start = map(list, columns)
-                # A template's sources are indices already; else the pieces are numbered.
-                source = [p.source if type(p.source) is int else i for i, p in enumerate(self._pieces)]
-                self._runs = _RunTable(start, length, [source[i] for i in order], source_start)
-        return self._runs
-
-    def as_run(self) -> Run | None:
-        """The one run that the whole tensor is, if it is one."""
-        if len(self._pieces) != 1 or self._names is not None:
-            return None
-        found = _as_run(self._pieces[0], self.shape)
-        return None if found is None else Run(found[0], found[1], self._pieces[0].source, found[2])
-
-    def slices(self, box: Box) -> Iterator[Slice]:
-        """What to read from which source to fill `box` of this tensor."""
-        for piece in self._pieces:
-            overlap = _overlap(box, piece)
-            if overlap is None:
-                continue
-            source = piece.source if self._names is None else self._names[piece.source]
-            source_box = [(start, start + 1) for start in piece.source_start]
-            for dim, source_dim in enumerate(piece.dims):
-                if source_dim >= 0:
-                    shift = piece.source_start[source_dim] - piece.start[dim]
-                    source_box[source_dim] = (overlap[dim][0] + shift, overlap[dim][1] + shift)
-            target = tuple((a - lo, b - lo) for (a, b), (lo, _) in zip(overlap, box, strict=True))
-            yield Slice(source, tuple(source_box), piece.dims, target)
+        start, shape = list(self.start), list(self.shape)
+        for dim, source_dim in enumerate(self.dims):
+            if source_dim >= 0:
+                a, b = common[source_dim]
+                start[dim] += a - self.source_start[source_dim]
+                shape[dim] = b - a
+        source_start = tuple(a for a, _ in common)
+        return self._replace(start=tuple(start), shape=tuple(shape), source_start=source_start)
 
 
-def _overlap(box: Box, piece: Piece) -> Box | None:
-    overlap = []
-    for (lo, hi), start, length in zip(box, piece.start, piece.shape, strict=True):
-        a, b = max(lo, start), min(hi, start + length)
-        if a >= b:
-            return None
-        overlap.append((a, b))
-    return tuple(overlap)
-
-
-def _as_run(piece: Piece, shape: Sequence[int]) -> tuple[int, int, int] | None:
-    """(start, length, start in the source) of a piece that is a run."""
-    kept = [dim for dim in piece.dims if dim >= 0]
-    if kept != sorted(kept):
-        return None
-    extents = [1] * len(piece.source_shape)
-    for dim, source_dim in enumerate(piece.dims):
-        if source_dim >= 0:
-            extents[source_dim] = piece.shape[dim]
-    start = _flat_start(piece.start, piece.shape, shape)
-    source_start = _flat_start(piece.source_start, extents, piece.source_shape)
-    if start is None or source_start is None:
-        return None
-    return start, prod(piece.shape), source_start
-
-
-def _flat_start(start: Sequence[int], extent: Sequence[int], shape: Sequence[int]) -> int | None:
-    """Where a box begins in the flat order of its tensor; None unless it is contiguous there."""
-    flat, partial = 0, False
-    for a, n, size in zip(start, extent, shape, strict=True):
-        # After the first dim of which the box takes more than one index, every dim has to be whole.
-        if partial and n != size:
-            return None
-        partial = partial or n > 1
-        flat = flat * size + a
-    return flat
+def put(target: torch.Tensor, piece: Piece, value: torch.Tensor) -> int:
+    """Copy `value`, which is the piece's box of its source, to the piece's place; returns its number of elements."""
+    cut(target, piece.box).copy_(orient(value, piece.dims))
+    return value.numel()
 
 
 def orient(tensor: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
@@ -253,115 +97,56 @@ def orient(tensor: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
     return out
 
 
-def _norm(dim: int, ndim: int) -> int:
-    return dim + ndim if dim < 0 else dim
+def cut(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    """A view of a box of a whole tensor."""
+    if len(box) != tensor.ndim:
+        tensor = tensor.reshape(-1)
+    return tensor[tuple(slice(a, b) for a, b in box)]
 
 
-def _stack(tensors: Sequence[BoxTensor], dim: int = 0) -> BoxTensor:
-    first = tensors[0]
-    dim = _norm(dim, first.ndim + 1)
-    pieces = []
-    for index, tensor in enumerate(tensors):
-        if tensor.shape != first.shape or tensor.dtype != first.dtype:
-            raise NotSliceable("stack of tensors with different shapes or dtypes")
-        for p in tensor.pieces:
-            pieces.append(
-                Piece(
-                    (*p.start[:dim], index, *p.start[dim:]),
-                    (*p.shape[:dim], 1, *p.shape[dim:]),
-                    p.source,
-                    p.source_start,
-                    (*p.dims[:dim], -1, *p.dims[dim:]),
-                    p.source_shape,
-                )
-            )
-    shape = (*first.shape[:dim], len(tensors), *first.shape[dim:])
-    return BoxTensor(shape, first.dtype, pieces)
+def shape_of(box: Box) -> tuple[int, ...]:
+    return tuple(b - a for a, b in box)
 
 
-def _cat(tensors: Sequence[BoxTensor], dim: int = 0) -> BoxTensor:
-    first = tensors[0]
-    dim = _norm(dim, first.ndim)
-    pieces, offset = [], 0
-    for tensor in tensors:
-        alike = tensor.shape[:dim] == first.shape[:dim] and tensor.shape[dim + 1 :] == first.shape[dim + 1 :]
-        if not alike or tensor.dtype != first.dtype:
-            raise NotSliceable("cat of tensors with different shapes or dtypes")
-        for p in tensor.pieces:
-            start = (*p.start[:dim], p.start[dim] + offset, *p.start[dim + 1 :])
-            pieces.append(p._replace(start=start))
-        offset += tensor.shape[dim]
-    shape = (*first.shape[:dim], offset, *first.shape[dim + 1 :])
-    return BoxTensor(shape, first.dtype, pieces)
+def size_of(box: Box) -> int:
+    """The number of elements in a box."""
+    return prod(b - a for a, b in box)
 
 
-def _narrow(tensor: BoxTensor, dim: int, start: int, length: int) -> BoxTensor:
-    box: Box = tuple((start, start + length) if d == dim else (0, n) for d, n in enumerate(tensor.shape))
-    pieces = []
-    for p in tensor.pieces:
-        overlap = _overlap(box, p)
-        if overlap is None:
-            continue
-        source_start = list(p.source_start)
-        for d, source_dim in enumerate(p.dims):
-            if source_dim >= 0:
-                source_start[source_dim] += overlap[d][0] - p.start[d]
-        pieces.append(
-            Piece(
-                tuple(a - lo for (a, _), (lo, _) in zip(overlap, box, strict=True)),
-                tuple(b - a for a, b in overlap),
-                p.source,
-                tuple(source_start),
-                p.dims,
-                p.source_shape,
-            )
-        )
-    return BoxTensor([b - a for a, b in box], tensor.dtype, pieces)
+def overlap(one: Box, other: Box) -> Box | None:
+    """The box that two boxes of as many dims share."""
+    common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
+    return common if all(a < b for a, b in common) else None
 
 
-def _chunk(tensor: BoxTensor, chunks: int, dim: int = 0) -> tuple[BoxTensor, ...]:
-    dim = _norm(dim, tensor.ndim)
-    total = tensor.shape[dim]
-    size = -(-total // chunks)
-    return tuple(_narrow(tensor, dim, at, min(size, total - at)) for at in range(0, total, size))
+def flat_start(start: Sequence[int], extent: Sequence[int], shape: Sequence[int]) -> int | None:
+    """Where a box begins in the flat order of its tensor; None unless it is contiguous there."""
+    flat, partial = 0, False
+    for a, n, size in zip(start, extent, shape, strict=True):
+        # After the first dim of which the box takes more than one index, every dim has to be whole.
+        if partial and n != size:
+            return None
+        partial = partial or n > 1
+        flat = flat * size + a
+    return flat
 
 
-def _unbind(tensor: BoxTensor, dim: int = 0) -> tuple[BoxTensor, ...]:
-    dim = _norm(dim, tensor.ndim)
-    return tuple(_squeeze(_narrow(tensor, dim, i, 1), dim) for i in range(tensor.shape[dim]))
+def flatten(box: Box, shape: Sequence[int]) -> Box:
+    """The same box as a range of the flattened tensor, if it is one."""
+    if len(box) == 1:
+        return box
+    start = flat_start([a for a, _ in box], shape_of(box), shape)
+    return box if start is None else ((start, start + size_of(box)),)
 
 
-def _squeeze(tensor: BoxTensor, dim: int | None = None) -> BoxTensor:
-    wanted = range(tensor.ndim) if dim is None else [_norm(dim, tensor.ndim)]
-    gone = {d for d in wanted if tensor.shape[d] == 1}
-
-    def keep(values: Sequence[int]) -> tuple[int, ...]:
-        return tuple(v for d, v in enumerate(values) if d not in gone)
-
-    pieces = [p._replace(start=keep(p.start), shape=keep(p.shape), dims=keep(p.dims)) for p in tensor.pieces]
-    return BoxTensor(keep(tensor.shape), tensor.dtype, pieces)
-
-
-def _transpose(tensor: BoxTensor, dim0: int, dim1: int) -> BoxTensor:
-    order = list(range(tensor.ndim))
-    dim0, dim1 = _norm(dim0, tensor.ndim), _norm(dim1, tensor.ndim)
-    order[dim0], order[dim1] = order[dim1], order[dim0]
-
-    def swap(values: Sequence[int]) -> tuple[int, ...]:
-        return tuple(values[d] for d in order)
-
-    pieces = [p._replace(start=swap(p.start), shape=swap(p.shape), dims=swap(p.dims)) for p in tensor.pieces]
-    return BoxTensor(swap(tensor.shape), tensor.dtype, pieces)
-
-
-_HANDLERS: dict[Any, Callable[..., Any]] = {
-    torch.stack: _stack,
-    torch.cat: _cat,
-    torch.chunk: _chunk,
-    torch.unbind: _unbind,
-    torch.squeeze: _squeeze,
-    torch.transpose: _transpose,
-}
+def enclosing_range(box: Box, shape: Sequence[int]) -> tuple[int, int]:
+    """The smallest range of the flattened tensor that has all of a box."""
+    if len(box) == 1:
+        return box[0]
+    first = last = 0
+    for (a, b), size in zip(box, shape, strict=True):
+        first, last = first * size + a, last * size + b - 1
+    return first, last + 1
 
 
 def flat_range_boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[int, Box]]:
@@ -392,3 +177,128 @@ def _inside_row(shape: Sequence[int], index: int, start: int, stop: int) -> Iter
     base = index * prod(shape[1:])
     for offset, box in flat_range_boxes(shape[1:], start - base, stop - base):
         yield base + offset, ((index, index + 1), *box)
+
+
+def blocks(
+    shape: Sequence[int], box: Box, low: int = 0, high: int | None = None
+) -> Iterator[tuple[int, Box]]:
+    """Elements [low, high) of the memory that holds a box: (offset in it, box with a range per dim), in order.
+
+    Each is contiguous in that memory.
+    """
+    high = size_of(box) if high is None else high
+    if len(box) == 1:
+        start = box[0][0]
+        for offset, block in flat_range_boxes(shape, start + low, start + high):
+            yield offset - start, block
+    else:
+        for offset, block in flat_range_boxes(shape_of(box), low, high):
+            yield offset, tuple((a + first, b + first) for (a, b), (first, _) in zip(block, box, strict=True))
+
+
+class Window(NamedTuple):
+    """Elements of 1-D memory, as a strided view of it."""
+
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @property
+    def span(self) -> int:
+        """The number of elements from its first to its last one."""
+        return 1 + sum((n - 1) * stride for n, stride in zip(self.shape, self.strides, strict=True))
+
+    def of(self, flat: torch.Tensor) -> torch.Tensor:
+        return flat[self.offset : self.offset + self.span].as_strided(self.shape, self.strides)
+
+
+def window(offset: int, block: Box, part: Box) -> Window:
+    """Where a part of a block lies in memory that holds the block from `offset` on."""
+    strides = (
+        tuple(accumulate((b - a for a, b in reversed(block[1:])), mul, initial=1))[::-1] if block else ()
+    )
+    first = sum((a - low) * s for (a, _), (low, _), s in zip(part, block, strides, strict=True))
+    return Window(offset + first, shape_of(part), strides)
+
+
+def overlaps(shape: Sequence[int], one: Box, other: Box) -> Iterator[tuple[Window, Window]]:
+    """What two boxes of a tensor share, as windows of the memory that holds the one and of that which holds the other."""
+    if len(one) == len(other) == 1:
+        common = overlap(one, other)
+        if common is not None:
+            yield window(0, one, common), window(0, other, common)
+        return
+    theirs = list(blocks(shape, other))
+    for at, block in blocks(shape, one):
+        for other_at, other_block in theirs:
+            common = overlap(block, other_block)
+            if common is not None:
+                yield window(at, block, common), window(other_at, other_block, common)
+
+
+def copy_overlap(
+    shape: Sequence[int], target: torch.Tensor, target_box: Box, source: torch.Tensor, source_box: Box
+) -> None:
+    """Copy what two boxes of a tensor share from the memory of the one to the memory of the other."""
+    if len(target_box) == len(source_box) == 1:
+        (a, b), (c, d) = target_box[0], source_box[0]
+        low, high = max(a, c), min(b, d)
+        if low < high:
+            target[low - a : high - a].copy_(source[low - c : high - c])
+        return
+    for mine, theirs in overlaps(shape, target_box, source_box):
+        mine.of(target).copy_(theirs.of(source))
+
+
+class Miscount(NamedTuple):
+    """The first element that some boxes do not cover as often as they should."""
+
+    index: tuple[int, ...]  # in dims, or in flat order
+    expected: int
+    found: int
+
+
+def first_miscount(shape: Sequence[int], expected: Sequence[Box], found: Sequence[Box]) -> Miscount | None:
+    """The first element of a tensor that `found` does not cover as often as `expected` does."""
+    if list(expected) == list(found):
+        return None
+    if any(len(box) != 1 for box in (*expected, *found)):
+        expected, found = _with_dims(shape, expected), _with_dims(shape, found)
+    elif len(expected) == 1:
+        (position, stop), *_ = expected[0]
+        for ((a, b),) in sorted(found):
+            if a != position:
+                break
+            position = b
+        else:
+            if position == stop:
+                return None
+    return _sweep(
+        [(box, 0) for box in expected if size_of(box)] + [(box, 1) for box in found if size_of(box)]
+    )
+
+
+def _with_dims(shape: Sequence[int], boxes: Sequence[Box]) -> list[Box]:
+    return [block for box in boxes for _, block in blocks(shape, box)]
+
+
+def _sweep(boxes: list[tuple[Box, int]]) -> Miscount | None:
+    """The same for boxes with the side they belong to, dim by dim: between two edges they are all alike."""
+    if not boxes or not boxes[0][0]:
+        found = sum(side for _, side in boxes)
+        return None if 2 * found == len(boxes) else Miscount((), len(boxes) - found, found)
+    waiting = sorted(boxes, key=lambda item: item[0][0][0], reverse=True)
+    active: list[tuple[Box, int]] = []
+    for low, _ in pairwise(sorted({edge for box, _ in boxes for edge in box[0]})):
+        active = [item for item in active if item[0][0][1] > low]
+        while waiting and waiting[-1][0][0][0] == low:
+            active.append(waiting.pop())
+        wrong = _sweep([(box[1:], side) for box, side in active])
+        if wrong is not None:
+            return wrong._replace(index=(low, *wrong.index))
+    return None
+
+
+def describe_boxes(boxes: Sequence[Box]) -> str:
+    """Boxes as a message has them: "[0, 4)", or "[0, 4) x [2, 6)"."""
+    return " and ".join(" x ".join(f"[{a}, {b})" for a, b in box) for box in boxes)

@@ -17,7 +17,7 @@ from shardproof.errors import error_for, fail, nearest
 from shardproof.findings import Finding
 from shardproof.model import hf_private
 from shardproof.model.hf_private import WeightConverter, WeightTransform
-from shardproof.weights.boxes import BoxTensor, NotSliceable
+from shardproof.weights.box_tensor import BoxTensor, NotSliceable
 from shardproof.weights.reader import SliceSource, TensorEntry
 from shardproof.weights.renaming import Renamer, in_order
 
