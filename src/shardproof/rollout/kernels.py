@@ -129,6 +129,12 @@ def _gate_up_kernel(
 
 
 @triton.jit
+def _load_halves(ptr, low, HALF: tl.constexpr):
+    """Both halves of a vector of a head's width, in float32."""
+    return tl.load(ptr + low).to(tl.float32), tl.load(ptr + HALF + low).to(tl.float32)
+
+
+@triton.jit
 def _rotate(low, high, cos_low, cos_high, sin_low, sin_high, dtype: tl.constexpr):
     """Both halves of a head after its rotation by position."""
     return (low * cos_low - high * sin_low).to(dtype), (high * cos_high + low * sin_high).to(dtype)
@@ -152,6 +158,59 @@ def _attend_block(query_low, query_high, key_low, key_high, value, there, scale,
     shrink = tl.exp(peak - higher)
     total = tl.dot(weights.to(value.dtype), value, total * shrink[:, None])
     return higher, norm * shrink + tl.sum(weights, 1), total
+
+
+@triton.jit
+def _attend_all(
+    query_low, query_high, key_low, key_high, new_value,  # of the new token
+    first_low, first_high, first_value,  # the cache's first block
+    key_at, value_at, time, position, scale, dtype: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """Attention to the new token and to all cached ones before `position`."""
+    HALF: tl.constexpr = WIDTH // 2
+    # The new token itself is where the running softmax begins; what the cache held before it follows.
+    peak = _similarity(query_low, query_high, key_low, key_high) * scale
+    norm = tl.full([BLOCK_G], 1.0, tl.float32)
+    total = tl.zeros([BLOCK_G, WIDTH], tl.float32) + new_value.to(dtype).to(tl.float32)[None, :]
+    peak, norm, total = _attend_block(
+        query_low, query_high, first_low, first_high, first_value, time < position, scale, peak, norm, total
+    )
+    for at in range(BLOCK_T, position, BLOCK_T):
+        filled = (at + time < position)[:, None]
+        cached_low = tl.load(key_at + at * WIDTH, mask=filled, other=0.0)
+        cached_high = tl.load(key_at + at * WIDTH + HALF, mask=filled, other=0.0)
+        cached_value = tl.load(value_at + at * WIDTH, mask=filled, other=0.0)
+        peak, norm, total = _attend_block(
+            query_low, query_high, cached_low, cached_high, cached_value, at + time < position, scale,
+            peak, norm, total,
+        )  # fmt: skip
+    return total / norm[:, None]
+
+
+@triton.jit
+def _add_shares(
+    sums_ptr, row, rows, head, group, there,
+    HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, WIDTH: tl.constexpr, SHARES: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+):  # fmt: skip
+    """The new token's queries and key, in halves, and its value: partial sums of all shares, added up."""
+    GROUP: tl.constexpr = HEADS // KEY_HEADS
+    HALF: tl.constexpr = WIDTH // 2
+    low, whole = tl.arange(0, HALF), tl.arange(0, WIDTH)
+    q_low, q_high = tl.zeros([BLOCK_G, HALF], tl.float32), tl.zeros([BLOCK_G, HALF], tl.float32)
+    k_low, k_high = tl.zeros([HALF], tl.float32), tl.zeros([HALF], tl.float32)
+    new_value = tl.zeros([WIDTH], tl.float32)
+    for share in tl.static_range(SHARES):
+        base = sums_ptr + (share * rows + row) * (HEADS + 2 * KEY_HEADS) * WIDTH
+        q_at = base + (head * GROUP + group)[:, None] * WIDTH + low[None, :]
+        q_low += tl.load(q_at, mask=there, other=0.0)
+        q_high += tl.load(q_at + HALF, mask=there, other=0.0)
+        k_at = base + (HEADS + head) * WIDTH + low
+        k_low += tl.load(k_at)
+        k_high += tl.load(k_at + HALF)
+        new_value += tl.load(base + (HEADS + KEY_HEADS + head) * WIDTH + whole)
+    return q_low, q_high, k_low, k_high, new_value
 
 
 @triton.jit
@@ -181,28 +240,16 @@ def _attend_kernel(
     first_low = tl.load(key_at, mask=filled, other=0.0)
     first_high = tl.load(key_at + HALF, mask=filled, other=0.0)
     first_value = tl.load(value_at, mask=filled, other=0.0)
-    cos_low = tl.load(cos_ptr + position * WIDTH + low).to(tl.float32)
-    cos_high = tl.load(cos_ptr + position * WIDTH + HALF + low).to(tl.float32)
-    sin_low = tl.load(sin_ptr + position * WIDTH + low).to(tl.float32)
-    sin_high = tl.load(sin_ptr + position * WIDTH + HALF + low).to(tl.float32)
+    cos_low, cos_high = _load_halves(cos_ptr + position * WIDTH, low, HALF)
+    sin_low, sin_high = _load_halves(sin_ptr + position * WIDTH, low, HALF)
     if NORM:
         q_weight_low = tl.load(q_norm_ptr + low).to(tl.float32)[None, :]
         q_weight_high = tl.load(q_norm_ptr + HALF + low).to(tl.float32)[None, :]
-        k_weight_low = tl.load(k_norm_ptr + low).to(tl.float32)
-        k_weight_high = tl.load(k_norm_ptr + HALF + low).to(tl.float32)
+        k_weight_low, k_weight_high = _load_halves(k_norm_ptr, low, HALF)
     begin(EARLY)
-    q_low, q_high = tl.zeros([BLOCK_G, HALF], tl.float32), tl.zeros([BLOCK_G, HALF], tl.float32)
-    k_low, k_high = tl.zeros([HALF], tl.float32), tl.zeros([HALF], tl.float32)
-    new_value = tl.zeros([WIDTH], tl.float32)
-    for share in tl.static_range(SHARES):
-        base = sums_ptr + (share * rows + row) * (HEADS + 2 * KEY_HEADS) * WIDTH
-        q_at = base + (head * GROUP + group)[:, None] * WIDTH + low[None, :]
-        q_low += tl.load(q_at, mask=there, other=0.0)
-        q_high += tl.load(q_at + HALF, mask=there, other=0.0)
-        k_at = base + (HEADS + head) * WIDTH + low
-        k_low += tl.load(k_at)
-        k_high += tl.load(k_at + HALF)
-        new_value += tl.load(base + (HEADS + KEY_HEADS + head) * WIDTH + whole)
+    q_low, q_high, k_low, k_high, new_value = _add_shares(
+        sums_ptr, row, rows, head, group, there, HEADS, KEY_HEADS, WIDTH, SHARES, BLOCK_G
+    )
     if NORM:
         q_scale = tl.rsqrt((tl.sum(q_low * q_low, 1) + tl.sum(q_high * q_high, 1)) / WIDTH + eps)[:, None]
         q_low *= q_scale * q_weight_low
@@ -218,24 +265,12 @@ def _attend_kernel(
     tl.store(keys_ptr + store + position * WIDTH + low, key_low)
     tl.store(keys_ptr + store + position * WIDTH + HALF + low, key_high)
     tl.store(values_ptr + store + position * WIDTH + whole, new_value.to(dtype))
-    # The new token itself is where the running softmax begins; what the cache held before it follows.
-    peak = _similarity(query_low, query_high, key_low, key_high) * scale
-    norm = tl.full([BLOCK_G], 1.0, tl.float32)
-    total = tl.zeros([BLOCK_G, WIDTH], tl.float32) + new_value.to(dtype).to(tl.float32)[None, :]
-    peak, norm, total = _attend_block(
-        query_low, query_high, first_low, first_high, first_value, time < position, scale, peak, norm, total
-    )
-    for at in range(BLOCK_T, position, BLOCK_T):
-        filled = (at + time < position)[:, None]
-        cached_low = tl.load(key_at + at * WIDTH, mask=filled, other=0.0)
-        cached_high = tl.load(key_at + at * WIDTH + HALF, mask=filled, other=0.0)
-        cached_value = tl.load(value_at + at * WIDTH, mask=filled, other=0.0)
-        peak, norm, total = _attend_block(
-            query_low, query_high, cached_low, cached_high, cached_value, at + time < position, scale,
-            peak, norm, total,
-        )  # fmt: skip
+    attended = _attend_all(
+        query_low, query_high, key_low, key_high, new_value, first_low, first_high, first_value,
+        key_at, value_at, time, position, scale, dtype, WIDTH, BLOCK_G, BLOCK_T,
+    )  # fmt: skip
     out_at = out_ptr + row * HEADS * WIDTH + (head * GROUP + group)[:, None] * WIDTH + whole[None, :]
-    tl.store(out_at, (total / norm[:, None]).to(out_ptr.dtype.element_ty), mask=there)
+    tl.store(out_at, attended.to(out_ptr.dtype.element_ty), mask=there)
 
 
 def project(
