@@ -24,10 +24,12 @@ class ReinforcePP(Algorithm):
     def advantages(self, batch: Batch, trajectories: Sequence[Trajectory]) -> Batch:
         batch = without_failed(batch, trajectories)
         masks = batch.columns["mask"]
-        rewards = self.token_rewards(batch, trajectories)
-        returns = [
-            discounted(row, self.settings.gamma) * mask for row, mask in zip(rewards, masks, strict=True)
-        ]
+        returns = []
+        for row, mask in zip(self.token_rewards(batch, trajectories), masks, strict=True):
+            counted = mask.bool()
+            found = torch.zeros_like(row)
+            found[counted] = discounted(row[counted], self.settings.gamma)
+            returns.append(found)
         return batch.with_column("advantages", normalised_over_batch(returns, masks))
 
 
