@@ -9,6 +9,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,7 @@ def update_shardproof(config: Any, options: argparse.Namespace) -> dict[str, Row
     found = {OURS: update_row(seconds_of(step, options.repeats, options.device), tokens, options.device)}
     if options.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    policy.reshard_after_forward = False
+    policy.settings = replace(policy.settings, reshard_after_forward=False)
     found[HELD] = update_row(seconds_of(step, options.repeats, options.device), tokens, options.device)
     return found
 

@@ -25,7 +25,7 @@ from shardproof.config.load import load_recipe, parse_recipe
 from shardproof.config.schema import Recipe
 from shardproof.rl.checks import check_inputs
 from shardproof.rollout.engine import Sampling
-from shardproof.shard.settings import LoadOptions
+from shardproof.shard.settings import LoadSettings
 from shardproof.train.loss import policy_gradient, value
 from shardproof.train.optim import make_optimizer, make_schedule
 from tests.models import make_checkpoint, tiny_config
@@ -281,9 +281,9 @@ def test_ranks_with_different_lora():
 
 
 def described_lora(names):
-    options = dict.fromkeys(LoadOptions.__dataclass_fields__)
+    options = dict.fromkeys(LoadSettings.__dataclass_fields__)
     options.update(device=torch.device("cpu"), lora=peft.LoraConfig(target_modules=names))
-    return LoadOptions(**options).described()["lora"]
+    return LoadSettings(**options).described()["lora"]
 
 
 def test_order_of_target_modules_is_no_difference():

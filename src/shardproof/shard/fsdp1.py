@@ -17,11 +17,11 @@ from shardproof.model.skeleton import Skeleton
 from shardproof.shard import torch_private
 from shardproof.shard.local import LocalShard
 from shardproof.shard.plan import ShardPlan
-from shardproof.shard.settings import ShardSettings
+from shardproof.shard.settings import LoadSettings
 
 
 def shard_fsdp1(
-    root: RoleModule, plan: ShardPlan, settings: ShardSettings
+    root: RoleModule, plan: ShardPlan, settings: LoadSettings
 ) -> tuple[nn.Module, list[LocalShard]]:
     """Wrap the meta module by units; FSDP1 flattens memory that nobody reads, and only the shards of it stay.
 
@@ -61,7 +61,7 @@ def _give_back_freed_memory() -> None:
         trim(0)
 
 
-def _layout(settings: ShardSettings) -> dict[str, Any]:
+def _layout(settings: LoadSettings) -> dict[str, Any]:
     """How FSDP1 is told about the mesh. HYBRID_SHARD with one rank a shard group would not reduce over replicas."""
     if settings.mesh.ndim == 1:
         return {"device_mesh": settings.mesh, "sharding_strategy": ShardingStrategy.FULL_SHARD}
@@ -78,7 +78,7 @@ def fsdp1_shards(root: nn.Module) -> list[LocalShard]:
     ]
 
 
-def check_fsdp1(skeleton: Skeleton, inventory: Inventory, settings: ShardSettings) -> None:
+def check_fsdp1(skeleton: Skeleton, inventory: Inventory, settings: LoadSettings) -> None:
     """Raise for what FSDP1 itself cannot do."""
     tied = next((info for info in inventory.parameters if len(info.names) > 1), None)
     if settings.shard_size == 1 and skeleton.has_lora and tied is not None:

@@ -12,10 +12,10 @@ from shardproof.model.roles import ROOT_PREFIX, RoleModule
 from shardproof.shard import torch_private
 from shardproof.shard.local import LocalShard
 from shardproof.shard.plan import ShardPlan
-from shardproof.shard.settings import ShardSettings
+from shardproof.shard.settings import LoadSettings
 
 
-def shard_fsdp2(root: RoleModule, plan: ShardPlan, settings: ShardSettings) -> list[LocalShard]:
+def shard_fsdp2(root: RoleModule, plan: ShardPlan, settings: LoadSettings) -> list[LocalShard]:
     """Shard the meta module by units, then give each shard its memory, unwritten.
 
     Memory: this rank's shards.

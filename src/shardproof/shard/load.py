@@ -27,7 +27,7 @@ from shardproof.model.families import check_sequence_parallel
 from shardproof.model.inventory import Inventory, take_inventory
 from shardproof.model.replace import place_buffers
 from shardproof.model.roles import RoleModule
-from shardproof.model.skeleton import AUTO, Skeleton, build_skeleton, checkpoint_blocks
+from shardproof.model.skeleton import Skeleton, build_skeleton, checkpoint_blocks
 from shardproof.shard.attest import attest
 from shardproof.shard.fsdp1 import check_fsdp1, shard_fsdp1
 from shardproof.shard.fsdp2 import shard_fsdp2
@@ -38,14 +38,7 @@ from shardproof.shard.memory import PeakMemory
 from shardproof.shard.plan import ShardPlan, plan_shards
 from shardproof.shard.resolve import agree, resolve_together
 from shardproof.shard.serve import ServedSource, exchange_requests, list_requests, serve
-from shardproof.shard.settings import (
-    FSDP1,
-    LoadOptions,
-    ShardSettings,
-    describe_mesh,
-    make_settings,
-    parse_device,
-)
+from shardproof.shard.settings import FSDP1, LoadSettings, parse_device
 from shardproof.shard.sharded_model import LoadReceipt, ShardedModel
 from shardproof.shard.staging import Staging
 from shardproof.shard.torch_private import clean_name, sum_gradients
@@ -85,9 +78,10 @@ def load(
 
     Collective: every rank. Memory: this rank's shards; with FSDP1 also one unit.
     """
-    options = LoadOptions(
+    settings = LoadSettings(
         role=role,
         strategy=strategy,
+        mesh=mesh,
         device=parse_device(device),
         param_dtype=param_dtype,
         compute_dtype=compute_dtype,
@@ -103,11 +97,11 @@ def load(
         experts_implementation=experts_implementation,
         compile=compile,
     )
-    init_distributed(options.device if isinstance(options.device, torch.device) else None)
+    init_distributed(settings.device if isinstance(settings.device, torch.device) else None)
     with together("settings"):
-        options.check()
+        settings.check()
     with _without_collections():
-        return _load(source, options, mesh, progress)
+        return _load(source, settings, progress)
 
 
 @contextmanager
@@ -123,18 +117,18 @@ def _without_collections() -> Iterator[None]:
 
 
 def _load(
-    source: str | os.PathLike[str] | RandomInit, options: LoadOptions, mesh: DeviceMesh | None, progress: bool
+    source: str | os.PathLike[str] | RandomInit, settings: LoadSettings, progress: bool
 ) -> ShardedModel:
     """The stages of a load, in order."""
     watch = _Stopwatch()
-    with PeakMemory(options.device) as memory:
+    with PeakMemory(settings.device) as memory:
         with watch.stage("source"):
-            agree("settings", "C003", "settings", {**options.described(), "mesh": describe_mesh(mesh)})
-            settings = make_settings(options, mesh)
-            resolved, servers = resolve_together(source, options.revision, options.trust_remote_code)
+            agree("settings", "C003", "settings", settings.described())
+            settings = settings.with_mesh()
+            resolved, servers = resolve_together(source, settings.revision, settings.trust_remote_code)
         with watch.stage("skeleton"), together("skeleton"):
-            check_sequence_parallel(resolved.config, options.sequence_parallel, settings.shard_size)
-            skeleton = _skeleton(resolved, options)
+            check_sequence_parallel(resolved.config, settings.sequence_parallel, settings.shard_size)
+            skeleton = _skeleton(resolved, settings)
         with watch.stage("plan"), together("plan"):
             inventory = take_inventory(skeleton.model)
             plan = plan_shards(skeleton, inventory, resolved.checkpoint, resolved.seed)
@@ -148,7 +142,6 @@ def _load(
     loaded = ShardedModel(
         module=module,
         model=skeleton.model,
-        role=options.role,
         settings=settings,
         plan=plan,
         inventory=inventory,
@@ -157,10 +150,7 @@ def _load(
         receipt=_receipt(ledger, shards, bytes_read, memory.rise, servers),
         source=resolved.label,
         folder=resolved.folder,
-        has_lora=skeleton.has_lora,
-        recomputes_as_needed=options.checkpoint_activations == AUTO,
-        reshard_after_forward=options.reshard_after_forward,
-        sequence_group=make_sequence_group(options.sequence_parallel),
+        sequence_group=make_sequence_group(settings.sequence_parallel),
     )
     with watch.stage("attest"):
         findings = attest(loaded)
@@ -170,26 +160,26 @@ def _load(
     return loaded
 
 
-def _skeleton(resolved: ResolvedSource, options: LoadOptions) -> Skeleton:
+def _skeleton(resolved: ResolvedSource, settings: LoadSettings) -> Skeleton:
     skeleton = build_skeleton(
         resolved.config,
-        role=options.role,
-        lora=options.lora,
-        param_dtype=options.param_dtype,
-        trust_remote_code=options.trust_remote_code,
-        attn_implementation=options.attn_implementation,
-        experts_implementation=options.experts_implementation,
+        role=settings.role,
+        lora=settings.lora,
+        param_dtype=settings.param_dtype,
+        trust_remote_code=settings.trust_remote_code,
+        attn_implementation=settings.attn_implementation,
+        experts_implementation=settings.experts_implementation,
     )
-    checkpoint_blocks(skeleton.model, options.checkpoint_activations)
-    if options.compiles:
+    checkpoint_blocks(skeleton.model, settings.checkpoint_activations)
+    if settings.compiles:
         compile_blocks(skeleton.model)
-        if options.experts_implementation is None:
+        if settings.experts_implementation is None:
             use_grouped_experts(skeleton.model)
     return skeleton
 
 
 def _shard(
-    skeleton: Skeleton, inventory: Inventory, plan: ShardPlan, settings: ShardSettings
+    skeleton: Skeleton, inventory: Inventory, plan: ShardPlan, settings: LoadSettings
 ) -> tuple[nn.Module, list[LocalShard]]:
     """The FSDP root and this rank's shards: unwritten parameters, and the buffers that the checkpoint holds."""
     place_buffers(skeleton.model, settings.device)
@@ -214,7 +204,7 @@ def _write(
     checkpoint: Checkpoint | None,
     servers: dict[int, int],
     skeleton: Skeleton,
-    settings: ShardSettings,
+    settings: LoadSettings,
     progress: bool,
 ) -> tuple[Ledger, int]:
     """Write the shards, from this rank's files or from the rank that serves it, and check the ledger.

@@ -1,8 +1,8 @@
-"""What a user asks of a load, checked, and what sharding needs to know of it."""
+"""The settings of a load: what the user asks for, checked, and what sharding derives from it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -21,11 +21,12 @@ STRATEGIES = (FSDP2, FSDP1)
 
 
 @dataclass(frozen=True)
-class LoadOptions:
-    """The arguments of `load` that must be the same on every rank."""
+class LoadSettings:
+    """The arguments of `load` that must be the same on every rank; a loaded model keeps them."""
 
     role: str
     strategy: str
+    mesh: Any  # the DeviceMesh; None until `with_mesh`, where the user passed none
     device: torch.device
     param_dtype: torch.dtype
     compute_dtype: torch.dtype
@@ -40,6 +41,24 @@ class LoadOptions:
     attn_implementation: str | None
     experts_implementation: str | None
     compile: bool | None  # None: where it is worth having
+
+    @property
+    def storage_device(self) -> torch.device:
+        """Where shards lie between uses."""
+        return torch.device("cpu") if self.cpu_offload else self.device
+
+    @property
+    def pin_memory(self) -> bool:
+        return self.cpu_offload and self.device.type == "cuda"
+
+    @property
+    def shard_size(self) -> int:
+        return int(self.mesh.size(self.mesh.ndim - 1))
+
+    @property
+    def recomputes_as_needed(self) -> bool:
+        """Whether training decides which blocks are recomputed."""
+        return self.checkpoint_activations == AUTO
 
     @property
     def compiles(self) -> bool:
@@ -85,9 +104,18 @@ class LoadOptions:
             raise fail("C001", "settings", message, fix="use strategy='fsdp2', or leave it out")
 
     def described(self) -> dict[str, str]:
-        """The options as text, without this rank's own device number."""
+        """The settings as text, without this rank's own device number."""
         values = {name: _text(value) for name, value in vars(self).items()}
-        return {**values, "device": self.device.type}
+        return {**values, "device": self.device.type, "mesh": _describe_mesh(self.mesh)}
+
+    def with_mesh(self) -> LoadSettings:
+        """The checked settings with the mesh of a load. Collective: every rank, when `mesh` is None."""
+        mesh = check_mesh(self.mesh) if self.mesh is not None else make_mesh(device_type=self.device.type)
+        if mesh.device_type != self.device.type:
+            raise fail(
+                "C002", "settings", f"the mesh is of {mesh.device_type} devices, device={self.device}."
+            )
+        return replace(self, mesh=mesh)
 
 
 def parse_device(device: Any) -> Any:
@@ -98,7 +126,7 @@ def parse_device(device: Any) -> Any:
         return device
 
 
-def describe_mesh(mesh: DeviceMesh | None) -> str:
+def _describe_mesh(mesh: DeviceMesh | None) -> str:
     return "None" if mesh is None else f"{tuple(mesh.shape)} {mesh.mesh_dim_names}"
 
 
@@ -110,45 +138,3 @@ def _text(value: Any) -> str:
         inner = ", ".join(f"{name}={_text(item)}" for name, item in sorted(vars(value).items()))
         return f"{type(value).__name__}({inner})"
     return str(value)
-
-
-@dataclass(frozen=True)
-class ShardSettings:
-    """How a model is sharded: everything both strategies need to know."""
-
-    strategy: str
-    mesh: DeviceMesh
-    device: torch.device
-    param_dtype: torch.dtype
-    compute_dtype: torch.dtype
-    reduce_dtype: torch.dtype
-    cpu_offload: bool
-
-    @property
-    def storage_device(self) -> torch.device:
-        """Where shards lie between uses."""
-        return torch.device("cpu") if self.cpu_offload else self.device
-
-    @property
-    def pin_memory(self) -> bool:
-        return self.cpu_offload and self.device.type == "cuda"
-
-    @property
-    def shard_size(self) -> int:
-        return self.mesh.size(self.mesh.ndim - 1)
-
-
-def make_settings(options: LoadOptions, mesh: DeviceMesh | None) -> ShardSettings:
-    """The settings of a checked request. Collective: every rank, when `mesh` is None."""
-    mesh = check_mesh(mesh) if mesh is not None else make_mesh(device_type=options.device.type)
-    if mesh.device_type != options.device.type:
-        raise fail("C002", "settings", f"the mesh is of {mesh.device_type} devices, device={options.device}.")
-    return ShardSettings(
-        options.strategy,
-        mesh,
-        options.device,
-        options.param_dtype,
-        options.compute_dtype,
-        options.reduce_dtype,
-        options.cpu_offload,
-    )

@@ -21,7 +21,7 @@ from shardproof.shard.ledger import Writer
 from shardproof.shard.local import LocalShard
 from shardproof.shard.offload import HostCopy, OffloadReceipt, device_storages, optimizer_tensors
 from shardproof.shard.plan import ShardPlan
-from shardproof.shard.settings import FSDP1, ShardSettings
+from shardproof.shard.settings import FSDP1, LoadSettings
 from shardproof.shard.torch_private import clean_name, reshard
 
 
@@ -55,8 +55,7 @@ class ShardedModel:
 
     module: nn.Module  # the FSDP root
     model: PreTrainedModel  # the Hugging Face model inside it
-    role: str
-    settings: ShardSettings
+    settings: LoadSettings
     plan: ShardPlan
     inventory: Inventory
     provenance: Mapping[str, Writer]
@@ -66,14 +65,11 @@ class ShardedModel:
     ]  # what modules computed from the config, before anything was placed
     source: str
     folder: Path | None = None  # where the source's files lie on this node
-    has_lora: bool = False
     version: int = 0
     sequence_group: SequenceGroup | None = None
     num_skipped: int = 0  # steps skipped in a row
     num_updates: int = 0  # steps that changed something: the learning rate and the gradient were not zero
     scoring: Any = None  # how this model is scored; found out on first use
-    recomputes_as_needed: bool = False  # it was loaded with checkpoint_activations="auto"
-    reshard_after_forward: bool | None = None  # False: parameters are gathered once a step, not in every pass
     recompute: Any = None  # what decides which blocks are recomputed then; made on first use
     offloaded: HostCopy | None = None  # the host copy of this rank's state while it is offloaded
     before_change_hooks: list[Callable[[], None]] = field(default_factory=list)  # what `before_change` calls
@@ -95,8 +91,16 @@ class ShardedModel:
         return self.settings.device
 
     @property
+    def role(self) -> str:
+        return self.settings.role
+
+    @property
+    def has_lora(self) -> bool:
+        return self.settings.lora is not None
+
+    @property
     def sequence_parallel(self) -> int:
-        return self.sequence_group.size if self.sequence_group is not None else 1
+        return self.settings.sequence_parallel
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters under their Hugging Face names, tied ones once, without any wrapper's prefix."""

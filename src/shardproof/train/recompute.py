@@ -50,7 +50,7 @@ def plan_recompute(
     every_token: bool,
 ) -> StepPlan | None:
     """What a step's micro-batches recompute; None where the load decided it. Collective: every rank."""
-    if not policy.recomputes_as_needed:
+    if not policy.settings.recomputes_as_needed:
         return None
     if policy.recompute is None:
         policy.recompute = Recompute(policy)
@@ -155,7 +155,7 @@ class Recompute:
         extents = [_extent(part, trimmed, policy.sequence_parallel) for part in micro_batches]
         free, total = self._free(self._device, self._sharers)
         budget = free - int(_MARGIN * total) - self._unallocated(policy, optimizer)
-        if policy.reshard_after_forward is False:
+        if policy.settings.reshard_after_forward is False:
             budget -= self._whole
         rooms = [budget - self._beside(policy, extent, scoring) if extent else 0 for extent in extents]
         pairs = list(zip(extents, rooms, strict=True))
@@ -164,7 +164,7 @@ class Recompute:
         answers = exchange([wishes, has_room])
         self.counts = [max(wish) for wish in zip(*(wishes for wishes, _ in answers), strict=True)]
         self._say(extents, budget)
-        can_stay = policy.strategy == FSDP2 and policy.reshard_after_forward is None
+        can_stay = policy.strategy == FSDP2 and policy.settings.reshard_after_forward is None
         return StepPlan(self, extents, self.counts, can_stay and all(room for _, room in answers))
 
     def wish(self, extent: Extent, budget: int) -> int:

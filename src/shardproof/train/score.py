@@ -134,7 +134,7 @@ def _score_all(
     with torch.no_grad(), _evaluating(policy), scoring_context(policy, scoring), ExitStack() as stack:
         if not adapters:
             stack.enter_context(adapters_off(policy.model))
-        if policy.reshard_after_forward is False:
+        if policy.settings.reshard_after_forward is False:
             stack.enter_context(staying_gathered(policy.module))
         for micro_batch, indices in spread(batch, micro_batch_tokens, one_by_one=not scoring.packed):
             scored, _ = score(

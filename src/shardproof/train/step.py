@@ -195,7 +195,7 @@ def _prepare(
         raise fail("C001", "train_step", message, fix="raise micro_batch_tokens, or use strategy='fsdp2'")
     recompute = plan_recompute(policy, micro_batches, optimizer, scoring, every_token=bool(router_coef))
     num_tokens = sum(count[1] for count in counts) // policy.sequence_parallel
-    stays = policy.reshard_after_forward is False or (recompute is not None and recompute.stays_gathered)
+    stays = policy.settings.reshard_after_forward is False or (recompute is not None and recompute.stays_gathered)
     return _Work(micro_batches, scoring, recompute, loss, temperature, router_coef, num_tokens, stays)
 
 
