@@ -7,6 +7,10 @@ TORCH := torch==2.13.0
 # The stages of `make test` that need more than the base environment; each names its own target.
 EXTRA_STAGES ?=
 PYTEST_ARGS ?=
+# Processes that share the tests among them, each with ranks of its own. Ranks wait for each other more than they compute,
+# so that one process more than there are cores keeps two cores busy.
+WORKERS ?= 3
+PYTEST = $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
 # `make test VLLM=0` leaves out the stage that installs vLLM and runs it.
 VLLM ?= 1
@@ -66,14 +70,14 @@ RUNS := tests/rl tests/doctor tests/museum
 
 # The parts: load, step, export, and what goes wrong in them.
 test-core: $(STAMP)
-	$(BIN)/python -m pytest $(CORE) --ignore=tests/rollout/vllm -q $(PYTEST_ARGS)
+	$(PYTEST) $(CORE) --ignore=tests/rollout/vllm
 
 # What is made of them: whole runs, the doctor, and the museum of other people's bugs.
 test-runs: $(STAMP) browser
-	$(BIN)/python -m pytest $(RUNS) -q $(PYTEST_ARGS)
+	$(PYTEST) $(RUNS)
 
 test-vllm: $(VLLM_STAMP)
-	$(BIN)/python -m pytest tests/rollout/vllm -q $(PYTEST_ARGS)
+	$(PYTEST) -n 2 tests/rollout/vllm
 
 test: lint test-core test-runs $(EXTRA_STAGES)
 
