@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import shardproof as sp
-from shardproof.dist import whereabouts
+from shardproof.dist import stacks
 from tests.models import tiny_config
 from tests.ranks import run_ranks, run_ranks_outcomes
 
@@ -51,11 +51,11 @@ def test_ranks_in_different_collectives_are_told_apart():
         f"T308 train_step: rank {1 - other}: another rank was lost or did not answer within 3 s"
     )
     assert re.search(
-        rf"rank {other} in barrier: wait_at_the_end_of_the_epoch \(faults/test_hangs.py:\d+\) < go_another_way",
+        rf"rank {other} in barrier: wait_at_the_end_of_the_epoch \(dist/test_hangs.py:\d+\) < go_another_way",
         message,
     )
     assert re.search(
-        rf"rank {1 - other} in all_gather: exchange \(dist/collectives.py:\d+\) < .* < go_another_way \(faults/",
+        rf"rank {1 - other} in all_gather: exchange \(dist/collectives.py:\d+\) < .* < go_another_way \(dist/",
         message,
     )
     # The other rank loses its connection when the first one gives up, and knows the same.
@@ -77,7 +77,7 @@ def compute_for_long():
 
 def test_a_rank_that_is_in_no_collective_is_shown_at_its_line():
     message = run_ranks(2, compute_for_long)[0]
-    assert re.search(r"rank 1 in no collective: compute_for_long \(faults/test_hangs.py:\d+\)", message)
+    assert re.search(r"rank 1 in no collective: compute_for_long \(dist/test_hangs.py:\d+\)", message)
 
 
 def die_in_a_step():
@@ -117,33 +117,33 @@ def test_an_export_that_one_rank_skips():
     assert re.search(r"rank 1 in barrier: skip_an_export", message)
 
 
-def roll_calls_of_steps():
+def requests_of_steps():
     policy, optimizer = load()
     for _ in range(3):
         assert sp.train_step(policy, sp.Batch(SEQUENCES), optimizer, deadline_s=1.0).stepped
         time.sleep(0.6)  # between steps nothing is late
-    return whereabouts.current()._num_calls
+    return stacks.current()._num_requests
 
 
-def test_steps_in_time_call_no_roll():
-    assert run_ranks(2, roll_calls_of_steps) == [0, 0]
+def test_steps_in_time_request_no_stacks():
+    assert run_ranks(2, requests_of_steps) == [0, 0]
 
 
 def test_places_are_short_and_name_the_user():
-    package = whereabouts._PACKAGE
-    torch_file = f"{whereabouts._TORCH}/distributed/distributed_c10d.py"
+    package = stacks._PACKAGE
+    torch_file = f"{stacks._TORCH}/distributed/distributed_c10d.py"
     inner = [(f"{package}/dist/collectives.py", i, f"inner{i}") for i in range(9)]
     places = [(torch_file, 1, "all_reduce"), *inner, ("/home/someone/run/train.py", 12, "main")]
-    assert whereabouts.describe(places) == (
+    assert stacks.describe(places) == (
         "all_reduce: inner0 (dist/collectives.py:0) < inner1 (dist/collectives.py:1) < inner2 (dist/collectives.py:2)"
         " < inner3 (dist/collectives.py:3) < main (run/train.py:12)"
     )
-    assert whereabouts.describe([]) == "no collective: unknown lines"
+    assert stacks.describe([]) == "no collective: unknown lines"
 
 
 def test_many_ranks_at_one_place_are_said_once():
     answers = dict.fromkeys(range(12), "barrier: a") | {12: "all_gather: b"}
-    assert whereabouts.say(answers, 14) == (
+    assert stacks.summarise(answers, 14) == (
         "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 4 more in barrier: a; rank 12 in all_gather: b; "
         "rank 13 gave no answer: its process is gone, or stuck outside Python"
     )
