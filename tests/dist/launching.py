@@ -31,7 +31,7 @@ def make_groups(folder: str, text: str) -> tuple[list[int], str]:
     found = []
     for attempt in range(3):
         init_distributed("cpu")
-        assert _threads(), "the thread that answers roll calls"
+        assert _threads(), "the thread that answers requests for stacks"
         value = torch.tensor([dist.get_rank() + 1])
         dist.all_reduce(value)
         found.append(int(value))

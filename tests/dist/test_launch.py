@@ -20,7 +20,7 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
-from shardproof.dist import agent, whereabouts
+from shardproof.dist import agent, stacks
 from shardproof.dist.agent import OneNode, SignedBackend, derive
 from shardproof.dist.collectives import control_group, exchange
 from shardproof.dist.deadline import deadline
@@ -150,7 +150,7 @@ def test_a_range_of_nodes():
 
 
 def watch_a_store_that_is_gone():
-    """Start the thread that answers roll calls where no new connection to the store can be made."""
+    """Start the thread that answers requests for stacks where no new connection to the store can be made."""
     asked = threading.Event()
     released = threading.Event()
 
@@ -159,15 +159,15 @@ def watch_a_store_that_is_gone():
             asked.set()
             assert released.wait(20), "nobody went on"
 
-    whereabouts.stop()
+    stacks.stop()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(whereabouts, "_get_default_store", Gone)
-        whereabouts.start()
+        patch.setattr(stacks, "_get_default_store", Gone)
+        stacks.start()
         assert asked.wait(20)
-        watch = whereabouts.current()
+        watch = stacks.current()
         places = watch.report(RuntimeError("connection closed by peer"))
         released.set()
-        whereabouts.stop()
+        stacks.stop()
     return list(places), watch.is_alive()
 
 

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from shardproof.bounds import require_number
-from shardproof.dist import whereabouts
+from shardproof.dist import stacks
 from shardproof.dist.collectives import known_control_group
 from shardproof.errors import ShardproofError, fail
 
@@ -56,8 +56,8 @@ def deadline(
     previous = [(group, _timeout_of(group)) for group in unique]
     for group, _ in previous:
         _set_pg_timeout(timedelta(seconds=seconds), group)
-    whereabouts.start()
-    watch = whereabouts.current()
+    stacks.start()
+    watch = stacks.current()
     limit_before = watch.set_limit(seconds) if watch is not None else None
     started = time.monotonic()
     try:
@@ -68,7 +68,7 @@ def deadline(
         waited = time.monotonic() - started
         first_line = str(error).strip().splitlines()[0][:200]
         message = f"another rank was lost or did not answer within {seconds:g} s ({waited:.1f} s into it)"
-        where = "" if watch is None else f": {whereabouts.say(watch.report(error), watch.world_size)}"
+        where = "" if watch is None else f": {stacks.summarise(watch.report(error), watch.world_size)}"
         raise fail(
             code, stage, f"{message}{where}. The backend says: {first_line}", rank=dist.get_rank()
         ) from error

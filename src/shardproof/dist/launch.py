@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from shardproof.dist import whereabouts
+from shardproof.dist import stacks
 from shardproof.dist.collectives import control_group
 from shardproof.errors import ShardproofError, fail
 from shardproof.text import printable
@@ -45,12 +45,12 @@ def init_distributed(device: str | torch.device | None = None, timeout_s: float 
     if not dist.is_initialized():
         _init_group(device, timeout_s)
     control_group()  # made now, where every rank is, so that every deadline finds it
-    whereabouts.start()
+    stacks.start()
 
 
 def shut_down() -> None:
     """Leave the process group, if there is one; nothing of this package uses it afterwards."""
-    whereabouts.stop()
+    stacks.stop()
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -63,7 +63,7 @@ def make_sequence_group(size: int) -> SequenceGroup | None:
 def _all_to_all(
     states: torch.Tensor, group: dist.ProcessGroup, split_dim: int, join_dim: int
 ) -> torch.Tensor:
-    """Cut `split_dim` into one part a rank, send them, and join what arrives along `join_dim`."""
+    """Cut `split_dim` into one part per rank, exchange them, and join what arrives along `join_dim`."""
     size = dist.get_world_size(group)
     parts = torch.stack(states.chunk(size, dim=split_dim)).contiguous()
     received = torch.empty_like(parts)

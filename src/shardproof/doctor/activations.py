@@ -18,7 +18,7 @@ _COUNTING = "shardproof_counting"
 
 
 class _Attention(torch.autograd.Function):
-    """Attention that keeps what flash attention keeps: queries, keys, values, the output, and one number a query."""
+    """Attention that keeps what flash attention keeps: queries, keys, values, the output, and one number per query."""
 
     @staticmethod
     def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

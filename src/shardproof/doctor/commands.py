@@ -117,7 +117,7 @@ def estimate(
     trust_remote_code: Annotated[bool, typer.Option(help="run the model's own code")] = False,
     json_path: Annotated[Path | None, typer.Option("--json", help="write the numbers as JSON")] = None,
 ) -> None:
-    """Bytes a rank, before anything is allocated, and how they change toward hundreds of ranks."""
+    """Bytes per rank, before anything is allocated, and how they change toward hundreds of ranks."""
     from shardproof.doctor.forecast import forecast
 
     layout = Layout(

@@ -90,7 +90,7 @@ class RoleModule(nn.Module):
 
 
 def attach_value_head(model: PreTrainedModel) -> None:
-    """Replace the language-model head with a linear layer that gives one value a token.
+    """Replace the language-model head with a linear layer that gives one value per token.
 
     The name and shape are those of transformers' sequence classifiers, so a saved critic loads there too.
     """

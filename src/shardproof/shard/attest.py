@@ -166,7 +166,8 @@ def check_meta(held: list[Held], rank: int) -> list[Finding]:
 def check_values(held: list[Held], rank: int, *, written: bool) -> list[Finding]:
     """NaN, Inf and values no model has. With `written` a ledger vouches for zeros; else a zeroed model is reported.
 
-    The screen is one norm a tensor, as fast as a sum and blind to no sign; a suspicious tensor is looked at closely.
+    One norm per tensor is computed first: it is as fast as a sum, and signs cannot cancel. Suspicious tensors are then
+    inspected element by element.
     """
     real = [
         item

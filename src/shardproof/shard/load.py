@@ -72,7 +72,7 @@ def load(
     """A model of which this rank holds exactly its shard, read by itself, written once, and attested.
 
     `source` is a folder or hub id with safetensors, or `RandomInit(config, seed)`. Raises the same error on every rank.
-    With `reshard_after_forward=False` parameters are gathered once a step, and held until its last backward pass.
+    With `reshard_after_forward=False` parameters are gathered once per step, and held until its last backward pass.
     `compile` compiles the transformer blocks; None does so on CUDA with 16-bit compute and FSDP2, where
     Triton is installed.
 

@@ -119,7 +119,7 @@ class LoadSettings:
 
 
 def parse_device(device: Any) -> Any:
-    """The torch device that is asked for; what is none comes back as it is, for `check` to refuse on all ranks."""
+    """The torch device that is asked for; an invalid value is returned unchanged, for `check` to refuse on all ranks."""
     try:
         return resolve_device(device)
     except (RuntimeError, TypeError):

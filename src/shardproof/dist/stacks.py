@@ -1,7 +1,7 @@
-"""Where every rank is when some of them wait: a roll call through the process group's store.
+"""The stacks of all ranks when a collective hangs, requested and answered through the process group's store.
 
 A collective that does not end says nothing about the ranks it waits for. Each process therefore has a thread that
-looks at the store twice a second. When a deadline comes near, or a connection is lost, one rank calls the roll there;
+checks the store twice per second. When a deadline is near, or a connection is lost, one rank writes a request there;
 every living process answers with the call its main thread is in and the lines that led to it. The store is the one
 channel that still works while collectives hang.
 """
@@ -28,12 +28,12 @@ from shardproof.text import printable
 logger = logging.getLogger(__name__)
 
 _INTERVAL_S = 0.5
-_ANSWER_S = 2.0  # how long a roll call waits for answers
+_ANSWER_S = 2.0  # how long a request waits for answers
 _STOP_S = 10.0  # how long the end of a process waits for a call to the store that does not return
 _MAX_LINES = 5
 _PACKAGE = str(Path(__file__).parents[1])
 _TORCH = str(Path(torch.__file__).parent)
-_OWN_FILES = ("whereabouts.py", "deadline.py", "contextlib.py", "threading.py", "c10d_logger.py")
+_OWN_FILES = ("stacks.py", "deadline.py", "contextlib.py", "threading.py", "c10d_logger.py")
 
 Place = tuple[str, int, str]  # file, line, function
 
@@ -70,22 +70,22 @@ def current() -> _Watch | None:
 
 
 class _Watch(threading.Thread):
-    """Answers roll calls, and calls the roll itself when its process is about to miss a deadline."""
+    """Answers requests for stacks, and makes one when its process is about to miss a deadline."""
 
     def __init__(self, group: Any):
-        super().__init__(name="shardproof whereabouts", daemon=True)
+        super().__init__(name="shardproof stacks", daemon=True)
         self.group = group
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self._shared_store: Any = _get_default_store()
         self._store: Any = None  # until the thread has a connection
         self._stopping = threading.Event()
-        self._num_calls = 0
+        self._num_requests = 0
         self._limit: float | None = None  # seconds that a collective may take now
         self._seen = ("", time.monotonic())  # where the main thread was last, and since when
         self._failed_at: str | None = None  # where the main thread was when its collective failed
         self._lock = threading.Lock()
         self._answers: dict[int, str] = {}
-        self._last_call_at = float("-inf")  # made or answered
+        self._last_request_at = float("-inf")  # made or answered
 
     def run(self) -> None:
         try:
@@ -99,7 +99,7 @@ class _Watch(threading.Thread):
                 return
             try:
                 if self._is_late():
-                    self.call_the_roll()
+                    self.request_stacks()
                     self._warn()
                 elif self._store.check([self._key()]):
                     self._answer()
@@ -112,7 +112,7 @@ class _Watch(threading.Thread):
         self.join(_STOP_S)
 
     def set_limit(self, seconds: float | None) -> float | None:
-        """Call the roll shortly before a collective has taken this long; returns the limit before."""
+        """Request stacks shortly before a collective has taken this long; returns the previous limit."""
         before, self._limit = self._limit, seconds
         self._failed_at = None
         return before
@@ -131,56 +131,56 @@ class _Watch(threading.Thread):
         return late
 
     def _warn(self) -> None:
-        # NCCL ends the process at its timeout, so that this is the last word.
+        # NCCL ends the process at its timeout, before an error could be raised.
         if "nccl" in str(dist.get_backend_config(self.group)):
-            logger.warning("a collective does not end: %s", say(self._answers, self.world_size))
+            logger.warning("a collective does not end: %s", summarise(self._answers, self.world_size))
 
     def report(self, error: BaseException) -> dict[int, str]:
         """{rank: where it is, or was before connections were lost}; ranks that do not answer are left out."""
         self._failed_at = describe(list(_places_of_error(error)))
         try:
-            if time.monotonic() - self._last_call_at > 2 * _ANSWER_S + 2 * _INTERVAL_S:
-                self.call_the_roll()
+            if time.monotonic() - self._last_request_at > 2 * _ANSWER_S + 2 * _INTERVAL_S:
+                self.request_stacks()
             else:
-                self._collect(self._num_calls - 1)
-        except Exception:  # without the store there is this rank's own place
+                self._collect(self._num_requests - 1)
+        except Exception:  # without the store only this rank's own stack is known
             self._answers = {self.rank: self._failed_at}
         return self._answers
 
-    def call_the_roll(self) -> None:
-        """Ask every rank, and wait a little for the answers."""
+    def request_stacks(self) -> None:
+        """Ask every rank for its stack, and wait briefly for the answers."""
         with self._lock:
-            call = self._num_calls
-            self._store.set(self._key(call), "")
-            self._post(call)
-            self._num_calls = call + 1
-        self._collect(call)
+            request = self._num_requests
+            self._store.set(self._key(request), "")
+            self._post(request)
+            self._num_requests = request + 1
+        self._collect(request)
 
     def _answer(self) -> None:
         with self._lock:
             if self._store.check([self._key()]):
-                self._post(self._num_calls)
-                self._num_calls += 1
+                self._post(self._num_requests)
+                self._num_requests += 1
 
-    def _collect(self, call: int) -> None:
-        """Wait a little until every rank has answered."""
+    def _collect(self, request: int) -> None:
+        """Wait briefly for every rank's answer."""
         until = time.monotonic() + _ANSWER_S
         found: dict[int, str] = {}
         while len(found) < self.world_size and time.monotonic() < until and not self._stopping.is_set():
             for rank in range(self.world_size):
-                key = f"{self._key(call)}/{rank}"
+                key = f"{self._key(request)}/{rank}"
                 if rank not in found and self._store.check([key]):
                     found[rank] = printable(self._store.get(key).decode(errors="replace"))
             time.sleep(0.05)
         self._answers = found
 
-    def _post(self, call: int) -> None:
+    def _post(self, request: int) -> None:
         place = self._failed_at or describe(list(_places_of_main_thread()))
-        self._store.set(f"{self._key(call)}/{self.rank}", place)
-        self._last_call_at = time.monotonic()
+        self._store.set(f"{self._key(request)}/{self.rank}", place)
+        self._last_request_at = time.monotonic()
 
-    def _key(self, call: int | None = None) -> str:
-        return f"shardproof/roll-call/{self._num_calls if call is None else call}"
+    def _key(self, request: int | None = None) -> str:
+        return f"shardproof/stacks/{self._num_requests if request is None else request}"
 
 
 def _places_of_main_thread() -> Iterator[Place]:
@@ -224,7 +224,7 @@ def describe(places: list[Place]) -> str:
     """`all_gather: gather_rows (dist/collectives.py:61) < agree (train/guard.py:70) < main (train.py:12)`."""
     visible = [p for p in places if not p[0].startswith((_TORCH, "<")) and not p[0].endswith(_OWN_FILES)]
     lines = [f"{name} ({'/'.join(Path(file).parts[-2:])}:{line})" for file, line, name in visible]
-    # The nearest lines say which collective it is, the first line that is no package's which call of the user's.
+    # The innermost lines tell which collective it is; the first line outside of any package, which call of the user.
     outside = [
         i for i, p in enumerate(visible) if not p[0].startswith(_PACKAGE) and "site-packages" not in p[0]
     ]
@@ -234,8 +234,8 @@ def describe(places: list[Place]) -> str:
     return f"{_collective(places) or 'no collective'}: {' < '.join(shown) or 'unknown lines'}"
 
 
-def say(answers: dict[int, str], world_size: int) -> str:
-    """The answers in one line: ranks at the same place together, ranks without an answer last."""
+def summarise(answers: dict[int, str], world_size: int) -> str:
+    """The answers in one line, with ranks at the same place grouped and ranks without an answer last."""
     by_place: dict[str, list[int]] = {}
     for rank in sorted(answers):
         by_place.setdefault(answers[rank], []).append(rank)
