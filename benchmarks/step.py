@@ -36,7 +36,7 @@ from torch import nn
 
 import shardproof as sp
 from shardproof.model.head import HeadFacts, token_logprobs
-from shardproof.train import step as step_module
+from shardproof.train import trainer as step_module
 from shardproof.train.loss import policy_gradient
 
 _MIB = 2**20

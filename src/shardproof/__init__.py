@@ -19,8 +19,9 @@ _EXPORTS = {
     "values": "shardproof.train.score",
     "Batch": "shardproof.train.batching",
     "weigh": "shardproof.train.batching",
-    "train_step": "shardproof.train.step",
-    "StepResult": "shardproof.train.step",
+    "Trainer": "shardproof.train.trainer",
+    "train_step": "shardproof.train.trainer",
+    "StepResult": "shardproof.train.trainer",
     "Loss": "shardproof.train.loss",
     "save_pretrained": "shardproof.export.pretrained",
     "save_checkpoint": "shardproof.checkpoints.state",
@@ -70,7 +71,7 @@ if TYPE_CHECKING:
     from shardproof.train.loss import Loss
     from shardproof.train.optim import make_optimizer, make_schedule
     from shardproof.train.score import logprobs, values
-    from shardproof.train.step import StepResult, train_step
+    from shardproof.train.trainer import StepResult, Trainer, train_step
     from shardproof.weights.source import RandomInit
 
 

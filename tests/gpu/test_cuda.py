@@ -17,6 +17,7 @@ from shardproof.rollout.engine import Request, Sampling, generate
 from shardproof.rollout.local import EmbeddedEngine
 from shardproof.rollout.trajectory import Trajectory
 from shardproof.shard.holdings import local_shards
+from shardproof.train.state import training_state
 from tests.models import make_checkpoint, tiny_config
 from tests.ranks import run_ranks
 
@@ -151,23 +152,23 @@ def no_host_sync() -> Iterator[None]:
 
 
 def step_without_sync(folder: str, options: dict[str, Any]) -> bool:
-    import shardproof.train.step as step
+    from shardproof.train import passes
 
     policy = sp.load(folder, device="cuda", **options)
     optimizer = sp.make_optimizer(policy, lr=1e-3)
     batch = sp.Batch(SEQUENCES)
     sp.train_step(policy, batch, optimizer, micro_batch_tokens=12)  # lazy set-up may wait
-    original = step._backward
+    original = passes.backward
 
     def watched(*args: Any) -> Any:
         with no_host_sync():
             return original(*args)
 
-    step._backward = watched
+    passes.backward = watched
     try:
         return sp.train_step(policy, batch, optimizer, micro_batch_tokens=12).stepped
     finally:
-        step._backward = original
+        passes.backward = original
 
 
 @pytest.mark.parametrize(
@@ -196,11 +197,12 @@ def train_within(checkpoint_activations: bool | str, limit: int | None) -> dict[
         optimizer = sp.make_optimizer(policy, lr=1e-4)
         batch = sp.Batch([[(7 * i + 3 * j) % 8000 for j in range(1025)] for i in range(24)])
         results = [sp.train_step(policy, batch, optimizer, micro_batch_tokens=16 * 1025) for _ in range(3)]
+        recompute = training_state(policy).recompute
         return {
             "losses": [result.loss for result in results],
             "allocated": torch.cuda.max_memory_allocated(),
             "reserved": torch.cuda.max_memory_reserved(),
-            "recomputed": list(policy.recompute.counts) if policy.recompute is not None else [],
+            "recomputed": list(recompute.counts) if recompute is not None else [],
             "gathered": sum(2 * info.numel for info in policy.inventory.parameters),
         }
     finally:
@@ -332,7 +334,7 @@ def score_without_borders(family: str, initializer_range: float, broken: bool) -
     """(whether sequences are packed, how far the scores are from the model's own forward's)."""
     from shardproof.model import attention
     from shardproof.model.packing import Packing
-    from shardproof.train import score
+    from shardproof.train.forward import Scoring
 
     flash = attention._flash
 
@@ -345,8 +347,8 @@ def score_without_borders(family: str, initializer_range: float, broken: bool) -
             patch.setattr(attention, "_flash", across_borders)
         policy = sp.load(sp.RandomInit(config), device="cuda", compile=False, progress=False)
         found = torch.cat(sp.logprobs(policy, SEQUENCES))
-        is_packed = policy.scoring.packed
-        policy.scoring = score.Scoring("eager", False, "")
+        is_packed = training_state(policy).scoring.packed
+        training_state(policy).scoring = Scoring("eager", False, "")
         return is_packed, float((torch.cat(sp.logprobs(policy, SEQUENCES)) - found).abs().mean())
 
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 import shardproof as sp
+from shardproof.train.state import training_state
 from tests.models import make_checkpoint
 from tests.ranks import run_ranks
 
@@ -58,7 +59,7 @@ def score_reference(folder, strategy, compute_dtype, autocast):
     mine = list(range(len(SEQUENCES)))[group :: dist.get_world_size() // 2]
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         rows = sp.logprobs(reference, [SEQUENCES[i] for i in mine])
-    assert reference.scoring.packed
+    assert training_state(reference).scoring.packed
     return dict(zip(mine, rows, strict=True)), dict(reference.model.named_buffers())
 
 

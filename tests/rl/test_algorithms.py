@@ -18,7 +18,7 @@ from shardproof.rl.experience import Experience, Group
 from shardproof.rl.updates import combine, mini_batches
 from shardproof.train.batching import Batch
 from shardproof.train.loss import Scored, policy_gradient
-from shardproof.train.step import StepResult
+from shardproof.train.trainer import StepResult
 from tests.rl.runs import TINY
 
 EMPTY = torch.empty(0)

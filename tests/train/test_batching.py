@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 
 import shardproof as sp
-from shardproof.train.batching import check_batch, spread
+from shardproof.dist.collectives import exchange
+from shardproof.train.batching import batch_facts, check_batch, spread
 from tests.ranks import run_ranks, run_ranks_outcomes
 
 pytestmark = pytest.mark.distributed
@@ -111,7 +112,8 @@ def test_a_model_without_positions_takes_any_length():
 
 def spread_on_rank(lengths_by_rank, micro_batch_tokens, one_by_one):
     batch = sp.Batch(make_sequences(lengths_by_rank[dist.get_rank()]))
-    parts = spread(batch, micro_batch_tokens, one_by_one=one_by_one)
+    facts = exchange(batch_facts(batch, micro_batch_tokens, share=1))
+    parts = spread(batch, facts, one_by_one=one_by_one)
     for part, indices in parts:
         assert part.sequences == [batch.sequences[i] for i in indices]
     return [(sum(part.lengths), indices) for part, indices in parts]

@@ -8,8 +8,9 @@ import torch
 import shardproof as sp
 from shardproof.model import attention
 from shardproof.rollout import proof
-from shardproof.train import score
+from shardproof.train.forward import Scoring
 from shardproof.train.probe import Yardstick
+from shardproof.train.state import training_state
 from tests.models import EXTRA_FAMILIES, FAMILIES, tiny_config
 from tests.ranks import run_ranks, run_ranks_outcomes
 
@@ -60,8 +61,8 @@ def score_with(fault, families, dtype, initializer_range, role="policy"):
             policy = load(family, dtype, initializer_range, role=role)
             score_of = sp.values if role == "critic" else sp.logprobs
             rows = torch.cat(score_of(policy, SEQUENCES))
-            is_packed = policy.scoring.packed
-            policy.scoring = score.Scoring("eager", False, "")
+            is_packed = training_state(policy).scoring.packed
+            training_state(policy).scoring = Scoring("eager", False, "")
             found[family] = (is_packed, float((torch.cat(score_of(policy, SEQUENCES)) - rows).abs().mean()))
     return found
 
@@ -109,7 +110,7 @@ def score_in_a_group(fault):
             patch.setattr(attention, "_by_sequence", FAULTS[fault])
         policy = load("qwen3", torch.bfloat16, 0.02, sequence_parallel=2)
         sp.logprobs(policy, SEQUENCES)
-        return policy.scoring.packed
+        return training_state(policy).scoring.packed
 
 
 def test_sequence_parallelism_without_borders_is_refused():

@@ -94,7 +94,7 @@ def score(folder: str, backends: list[Any]) -> tuple[bool, bool, list[str]]:
     records: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("shardproof.train.score")
+    logger = logging.getLogger("shardproof.train.scoring")
     logger.addHandler(handler)
     try:
         sp.logprobs(policy, [[1, 2, 3, 4]])

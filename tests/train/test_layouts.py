@@ -14,8 +14,9 @@ from torch.nn.utils import clip_grad_norm_
 from transformers import AutoModelForCausalLM
 
 import shardproof as sp
+from shardproof.train.forward import Scoring
 from shardproof.train.loss import policy_gradient
-from shardproof.train.score import Scoring
+from shardproof.train.state import training_state
 from tests.models import make_checkpoint
 from tests.ranks import run_ranks, run_ranks_outcomes
 from tests.shard.test_bad_checkpoints import assert_all_raise
@@ -153,7 +154,7 @@ def load_case(folder, case):
         progress=False,
     )
     if case["batches"] == "own_attention":
-        policy.scoring = Scoring(None, True, "the test asks for the model's own attention")
+        training_state(policy).scoring = Scoring(None, True, "the test asks for the model's own attention")
     return policy
 
 

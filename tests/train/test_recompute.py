@@ -12,6 +12,7 @@ from transformers import AutoConfig
 import shardproof as sp
 from shardproof.shard.memory import free_memory
 from shardproof.train.recompute import Extent, Measurement, Recompute
+from shardproof.train.state import training_state
 from tests.models import make_checkpoint
 from tests.ranks import run_ranks
 from tests.shard.test_serve import full_state
@@ -57,8 +58,8 @@ class Watched(Recompute):
 
     def free_for(self, policy, optimizer, extent, count):
         """The least free memory with which a micro-batch recomputes `count` blocks, once a step was taken."""
-        budget = bisect.bisect_left(range(1 << 40), -count, key=lambda b: -self.wish(extent, b))
-        beside = self._beside(policy, extent, policy.scoring)
+        budget = bisect.bisect_left(range(1 << 40), -count, key=lambda b: -self.min_recomputed(extent, b))
+        beside = self._beside(policy, extent, training_state(policy).scoring)
         return budget + self._unallocated(policy, optimizer) + beside
 
 
@@ -84,7 +85,7 @@ def train_auto(folder, options, free, how=None):
     """The same with "auto" and `free` bytes of memory; `free` is of each rank, or how many blocks shall be recomputed."""
     policy = load(folder, {**options, "checkpoint_activations": "auto"})
     optimizer = sp.make_optimizer(policy, lr=1e-2)
-    policy.recompute = recompute = Watched(policy, 0)
+    training_state(policy).recompute = recompute = Watched(policy, 0)
     results = steps(policy, optimizer, 1, **(how or {}))
     if isinstance(free, list):
         recompute.free = free[dist.get_rank()]
@@ -165,7 +166,7 @@ def count_calls(folder, recomputed):
     policy = load(folder, {"checkpoint_activations": "auto"})
     sp.logprobs(policy, SEQUENCES)
     optimizer = sp.make_optimizer(policy, lr=1e-2)
-    policy.recompute = recompute = Watched(policy, 0)
+    training_state(policy).recompute = recompute = Watched(policy, 0)
     calls = [0] * NUM_BLOCKS
     for index, block in enumerate(recompute.blocks):
         block.register_forward_pre_hook(lambda *_, index=index: calls.__setitem__(index, calls[index] + 1))
@@ -191,7 +192,7 @@ def test_the_first_blocks_are_recomputed_and_the_last_of_each_kind_is_measured(c
 def measure(folder, strategy):
     policy = load(folder, {"strategy": strategy, "checkpoint_activations": "auto"})
     optimizer = sp.make_optimizer(policy, lr=1e-2)
-    policy.recompute = recompute = Watched(policy, 0)
+    training_state(policy).recompute = recompute = Watched(policy, 0)
     for length in (20, 40, 80):
         batch = sp.Batch([[j % 100 for j in range(length + 1)]])
         sp.train_step(policy, batch, optimizer, micro_batch_tokens=length)
@@ -222,7 +223,7 @@ ROW = Measurement(Extent(100, 10_000), kept=[50, 90, 90, 90], output=[10, 10, 10
 def test_more_memory_never_means_more_recomputed_blocks():
     recompute = with_measurements(ROW)
     for extent in (Extent(100, 10_000), Extent(60, 1800), Extent(10, 20), Extent(120, 14_400)):
-        counts = [recompute.wish(extent, budget) for budget in range(-10, 1000)]
+        counts = [recompute.min_recomputed(extent, budget) for budget in range(-10, 1000)]
         assert counts == sorted(counts, reverse=True)
         assert {counts[0], counts[-1]} == {4, 0}
 
@@ -232,22 +233,22 @@ def test_the_fewest_that_fit():
     # All that is kept, and the gradients of one block.
     needed = {0: 320 + 90, 1: 280 + 90, 2: 200 + 90, 3: 120 + 90}
     for count, num_bytes in needed.items():
-        assert recompute.wish(ROW.extent, num_bytes) == count
-        assert recompute.wish(ROW.extent, num_bytes - 1) == count + 1
+        assert recompute.min_recomputed(ROW.extent, num_bytes) == count
+        assert recompute.min_recomputed(ROW.extent, num_bytes - 1) == count + 1
 
 
 def test_an_estimate_is_an_upper_bound_and_is_probed_where_it_is_far_off():
     recompute = with_measurements(ROW)
     probe = 5
     # One sequence of 100 tokens was measured; one of 200 may keep four times as much.
-    assert recompute.wish(Extent(200, 40_000), 4 * 410) == 0
-    assert recompute.wish(Extent(200, 40_000), 4 * 410 - 1) == probe
+    assert recompute.min_recomputed(Extent(200, 40_000), 4 * 410) == 0
+    assert recompute.min_recomputed(Extent(200, 40_000), 4 * 410 - 1) == probe
     # Where the probe finds twice as much, twice as much is what is reckoned with.
     recompute.measured.append(Measurement(Extent(200, 40_000), [100, 180, 180, 180], [20] * 4))
-    assert recompute.wish(Extent(200, 40_000), 2 * 410) == 0
-    assert recompute.wish(Extent(200, 40_000), 2 * 410 - 1) == 1
+    assert recompute.min_recomputed(Extent(200, 40_000), 2 * 410) == 0
+    assert recompute.min_recomputed(Extent(200, 40_000), 2 * 410 - 1) == 1
     # Two sequences of half the length.
-    assert recompute.wish(Extent(100, 5_000), 410) == 0
+    assert recompute.min_recomputed(Extent(100, 5_000), 410) == 0
 
 
 # What is asked of a load, and of the memory.

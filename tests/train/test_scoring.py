@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import shardproof as sp
 from shardproof.model import head
+from shardproof.train.state import training_state
 from tests.models import EXTRA_FAMILIES, FAMILIES, make_checkpoint
 from tests.ranks import run_ranks, run_ranks_outcomes
 from tests.shard.test_bad_checkpoints import assert_all_raise
@@ -207,7 +208,8 @@ def score_with_adapters(folder, strategy, targets):
     policy = load(folder, strategy=strategy, lora=lora_config(*targets))
     rows = [sp.logprobs(policy, SEQUENCES, adapters=adapters) for adapters in (True, False, True)]
     assert all(torch.equal(a, b) for a, b in zip(rows[0], rows[2], strict=True))
-    return policy.scoring, {n: v for n, v in full_state(policy).items() if "lora_" in n}, rows[0], rows[1]
+    adapters = {n: v for n, v in full_state(policy).items() if "lora_" in n}
+    return training_state(policy).scoring, adapters, rows[0], rows[1]
 
 
 @pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2"])

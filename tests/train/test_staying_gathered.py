@@ -10,6 +10,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.tensor import DTensor
 
 import shardproof as sp
+from shardproof.train.state import training_state
 from tests.models import make_checkpoint
 from tests.ranks import run_ranks
 from tests.shard.test_serve import full_state
@@ -122,7 +123,7 @@ def gathers_with(folder, strategy, free, options):
     """Gathers of a step with "auto", and `free` bytes beyond what keeping every activation takes."""
     policy = load(folder, {"strategy": strategy, "checkpoint_activations": "auto", **options})
     optimizer = sp.make_optimizer(policy, lr=1e-2)
-    policy.recompute = recompute = Watched(policy, 0)
+    training_state(policy).recompute = recompute = Watched(policy, 0)
     steps(policy, optimizer, 1)
     longest = max((row.extent for row in recompute.measured), key=lambda extent: extent.tokens)
     recompute.free = recompute.free_for(policy, optimizer, longest, 0) + free

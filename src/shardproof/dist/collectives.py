@@ -111,7 +111,11 @@ def share_findings(findings: list[Finding]) -> list[Finding]:
 
     Collective: every rank.
     """
-    rows = exchange([finding.to_json() for finding in findings])
+    return _merge(exchange([finding.to_json() for finding in findings]))
+
+
+def _merge(rows: list[list[dict[str, Any]]]) -> list[Finding]:
+    """The findings of all ranks in one list, from every rank's as JSON."""
     per_rank = [[Finding.from_json(item) for item in row] for row in rows]
     common = set.intersection(*(set(row) for row in per_rank))
     # What is not wrong everywhere is said with the rank where it is.
@@ -135,16 +139,27 @@ def raise_together(findings: list[Finding]) -> None:
         raise error_for(merged)
 
 
+class Message:
+    """What a rank says at the end of a block, `mine`, and then what all of them said, `rows` in rank order."""
+
+    def __init__(self) -> None:
+        self.mine: Any = None  # JSON-able
+        self.rows: list[Any] = []
+
+
 @contextmanager
-def together(stage: str) -> Iterator[None]:
+def together(stage: str) -> Iterator[Message]:
     """Run a stage in which no rank may raise alone: the first error of any rank is raised on all of them.
+
+    The message that carries the errors also carries what the block puts into `mine`, to all ranks.
 
     Collective: every rank, at the end of the block. The block itself must not issue collectives.
     """
     findings: list[Finding] = []
     cause: Exception | None = None
+    message = Message()
     try:
-        yield
+        yield message
     except ShardproofError as error:
         findings, cause = error.findings, error
     except Exception as error:
@@ -152,6 +167,8 @@ def together(stage: str) -> Iterator[None]:
         detail = f"{type(error).__name__}: {error} ({where.name}, line {where.lineno})"
         code = UNEXPECTED.get(stage, "L100")
         findings, cause = [Finding(code, stage, detail, rank=dist.get_rank())], error
-    merged = share_findings(findings)
+    rows = exchange([[finding.to_json() for finding in findings], message.mine if not findings else None])
+    merged = _merge([row[0] for row in rows])
     if merged:
         raise error_for(merged) from cause
+    message.rows = [row[1] for row in rows]

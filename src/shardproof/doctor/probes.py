@@ -30,9 +30,12 @@ from shardproof.shard.memory import free_memory
 from shardproof.shard.sharded_model import ShardedModel
 from shardproof.shard.torch_private import clean_name
 from shardproof.train.batching import Batch
+from shardproof.train.forward import Scoring, vocabulary_size
 from shardproof.train.optim import make_optimizer
-from shardproof.train.score import Scoring, logprobs, scoring_of, values, vocabulary_size
-from shardproof.train.step import train_step
+from shardproof.train.score import logprobs, values
+from shardproof.train.scoring import scoring_of
+from shardproof.train.state import training_state
+from shardproof.train.trainer import train_step
 from shardproof.weights.reader import open_checkpoint
 from shardproof.weights.source import find_folder, read_config
 
@@ -176,7 +179,7 @@ def probe_score(patient: Patient) -> Outcome:
     policy = patient.policy
     if not patient.layout.packing:
         found = scoring_of(policy)
-        policy.scoring = Scoring(
+        training_state(policy).scoring = Scoring(
             None if found.packed else found.attention, found.chunked, "as asked: one by one"
         )
     critic = policy.role == CRITIC

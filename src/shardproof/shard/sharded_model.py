@@ -67,16 +67,12 @@ class ShardedModel:
     folder: Path | None = None  # where the source's files lie on this node
     version: int = 0
     sequence_group: SequenceGroup | None = None
-    num_skipped: int = 0  # steps skipped in a row
     num_updates: int = 0  # steps that changed something: the learning rate and the gradient were not zero
-    scoring: Any = None  # how this model is scored; found out on first use
-    recompute: Any = None  # what decides which blocks are recomputed then; made on first use
     offloaded: HostCopy | None = None  # the host copy of this rank's state while it is offloaded
     before_change_hooks: list[Callable[[], None]] = field(default_factory=list)  # what `before_change` calls
     last_export: tuple[int, str] | None = None  # (version, digest) of the last payload
     pending_save: Any = None  # a checkpoint that is being written beside training
     checkpoint_group: Any = None  # the process group that checkpoints use
-    checked_optimizer: Any = None  # the optimizer that was last found to hold all trainable parameters
 
     @property
     def mesh(self) -> torch.distributed.device_mesh.DeviceMesh:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ TokenColumn = list[torch.Tensor]
 class Batch:
     """This rank's sequences, possibly none, with named columns.
 
-    A column has one value a sequence, or one a token. A sequence of n tokens has n - 1 predictions, so a token column
+    A column has one value per sequence, or one per token. A sequence of n tokens has n - 1 predictions, so a token column
     has n - 1 values; one of n values belongs to the tokens themselves, and its first value is dropped.
     """
 
@@ -62,6 +63,14 @@ class Batch:
         """The `mask` column, or ones: which predictions count."""
         return self.columns.get("mask") or [torch.ones(n - 1) for n in self.lengths]
 
+    def flat_mask(self) -> torch.Tensor:
+        """`masks` in one row; empty without sequences."""
+        return torch.cat([torch.empty(0), *self.masks()])
+
+    def counts(self) -> torch.Tensor:
+        """How many predictions count, per sequence."""
+        return torch.zeros(len(self)).index_add(0, self.sequence_indices(), self.flat_mask())
+
     def with_column(self, name: str, values: TokenColumn) -> Batch:
         """A copy with one column added or replaced."""
         return self._like(self.sequences, {**self.columns, name: values})
@@ -84,7 +93,7 @@ class Batch:
         return torch.repeat_interleave(torch.arange(len(self)), sizes)
 
     def rows(self, flat: torch.Tensor) -> TokenColumn:
-        """A row of all predictions cut into one tensor a sequence: the inverse of `flat`."""
+        """A row of all predictions cut into one tensor per sequence: the inverse of `flat`."""
         return list(flat.split([length - 1 for length in self.lengths])) if len(self) else []
 
     def flat(self, name: str) -> torch.Tensor:
@@ -92,18 +101,38 @@ class Batch:
         return torch.cat(self.columns[name])
 
 
-def spread(batch: Batch, micro_batch_tokens: int, *, one_by_one: bool) -> list[tuple[Batch, list[int]]]:
-    """(micro-batch, its sequences' indices in `batch`): balanced by tokens, the same number on every rank.
-
-    A rank with less to do gets empty micro-batches. `one_by_one` gives every sequence a micro-batch of its own.
-
-    Collective: every rank.
-    """
+def batch_facts(batch: Batch, micro_batch_tokens: int, share: int) -> dict[str, Any]:
+    """What the other ranks must know of this rank's batch before it is spread; `share` ranks hold each sequence."""
     if micro_batch_tokens < 1:
         raise fail("C001", "batch", f"micro_batch_tokens={micro_batch_tokens} must be positive.")
+    digest = hashlib.sha256(str(batch.sequences).encode()).hexdigest() if share > 1 else None
+    return {
+        "sequences": len(batch),
+        "parts": _bins_needed(batch.lengths, micro_batch_tokens),
+        "digest": digest,
+    }
+
+
+def check_same_in_group(facts: Sequence[Mapping[str, Any]], share: int) -> None:
+    """Raise unless the ranks of each sequence-parallel group have the same sequences."""
+    for rank, row in enumerate(facts):
+        first = rank - rank % share
+        if row["digest"] != facts[first]["digest"]:
+            message = f"it has other sequences than rank {first}, which is in its sequence-parallel group."
+            fix = "pass the same sequences on the ranks of a group"
+            raise fail("C004", "batch", message, rank=rank, fix=fix)
+
+
+def spread(
+    batch: Batch, facts: Sequence[Mapping[str, Any]], *, one_by_one: bool
+) -> list[tuple[Batch, list[int]]]:
+    """(micro-batch, its sequences' indices in `batch`): balanced by tokens, the same number on every rank.
+
+    `facts` are those of every rank. A rank with less to do gets empty micro-batches. `one_by_one` gives every sequence a
+    micro-batch of its own.
+    """
     lengths = batch.lengths
-    needed = len(batch) if one_by_one else _bins_needed(lengths, micro_batch_tokens)
-    num_bins = max(max(exchange(needed)), 1)
+    num_bins = max(1, *(row["sequences" if one_by_one else "parts"] for row in facts))
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     loads = [0] * num_bins
     # Longest first, into the emptiest bin: within 4/3 of the best balance.
@@ -151,16 +180,16 @@ def weigh(batch: Batch, how: str = "token_mean", *, constant: float | None = Non
 
     Collective: every rank.
     """
-    mask = torch.cat([torch.empty(0), *batch.masks()])
-    sequence = batch.sequence_indices()
-    counts = torch.zeros(len(batch)).index_add(0, sequence, mask)
+    counts = batch.counts()
     totals = exchange([float(counts.sum()), int((counts > 0).sum())])
     num_tokens = sum(row[0] for row in totals) / share
     num_sequences = sum(row[1] for row in totals) / share
+    mask = batch.flat_mask()
     if how == "token_mean":
-        weights = mask / max(num_tokens, 1.0)
-    elif how == "sequence_mean":
-        weights = mask / counts.clamp(min=1.0)[sequence] / max(num_sequences, 1.0)
+        return token_mean(batch, num_tokens)
+    if how == "sequence_mean":
+        per_sequence = counts.clamp(min=1.0)[batch.sequence_indices()]
+        weights = mask / per_sequence / max(num_sequences, 1.0)
     elif how == "constant":
         if not constant:
             raise fail("C001", "batch", "how='constant' needs constant=, the number to divide by.")
@@ -168,3 +197,8 @@ def weigh(batch: Batch, how: str = "token_mean", *, constant: float | None = Non
     else:
         raise fail("C001", "batch", f"how={how!r} is not one of token_mean, sequence_mean, constant.")
     return batch.with_column("weights", batch.rows(weights))
+
+
+def token_mean(batch: Batch, num_tokens: float) -> Batch:
+    """The batch with a `weights` column in which each of the global batch's `num_tokens` counted tokens weighs the same."""
+    return batch.with_column("weights", batch.rows(batch.flat_mask() / max(num_tokens, 1.0)))

@@ -29,8 +29,8 @@ from shardproof.shard.settings import FSDP1, FSDP2
 from shardproof.shard.sharded_model import ShardedModel
 from shardproof.shard.torch_private import clean_name, local_tensor
 from shardproof.train.batching import Batch
+from shardproof.train.forward import Scoring, vocabulary_size
 from shardproof.train.meter import Meter
-from shardproof.train.score import Scoring, vocabulary_size
 
 logger = logging.getLogger(__name__)
 
@@ -40,23 +40,6 @@ _MARGIN = 0.1
 _MAX_KINDS = 4
 # How far off an estimate may be before a probe is worth its while, and before a measurement that costs nothing is.
 _PROBE_BEYOND, _NOTE_BEYOND = 1.5, 1.1
-
-
-def plan_recompute(
-    policy: ShardedModel,
-    micro_batches: Sequence[Batch],
-    optimizer: torch.optim.Optimizer,
-    scoring: Scoring,
-    every_token: bool,
-) -> StepPlan | None:
-    """What a step's micro-batches recompute; None where the load decided it. Collective: every rank."""
-    if not policy.settings.recomputes_as_needed:
-        return None
-    if policy.recompute is None:
-        policy.recompute = Recompute(policy)
-    if not policy.recompute.blocks:
-        return None
-    return policy.recompute.plan(policy, micro_batches, optimizer, scoring, every_token)
 
 
 @dataclass(frozen=True)
@@ -159,15 +142,17 @@ class Recompute:
             budget -= self._whole
         rooms = [budget - self._beside(policy, extent, scoring) if extent else 0 for extent in extents]
         pairs = list(zip(extents, rooms, strict=True))
-        wishes = [self.wish(extent, room) if extent else 0 for extent, room in pairs]
-        has_room = all(self.wish(extent, room - self._whole) == 0 for extent, room in pairs if extent)
-        answers = exchange([wishes, has_room])
-        self.counts = [max(wish) for wish in zip(*(wishes for wishes, _ in answers), strict=True)]
+        mine = [self.min_recomputed(extent, room) if extent else 0 for extent, room in pairs]
+        has_room = all(
+            self.min_recomputed(extent, room - self._whole) == 0 for extent, room in pairs if extent
+        )
+        answers = exchange([mine, has_room])
+        self.counts = [max(needed) for needed in zip(*(needed for needed, _ in answers), strict=True)]
         self._say(extents, budget)
         can_stay = policy.strategy == FSDP2 and policy.settings.reshard_after_forward is None
         return StepPlan(self, extents, self.counts, can_stay and all(room for _, room in answers))
 
-    def wish(self, extent: Extent, budget: int) -> int:
+    def min_recomputed(self, extent: Extent, budget: int) -> int:
         """The smallest number of blocks to recompute so that a micro-batch fits, or one more than all for a probe."""
         if not self.measured:
             return len(self.blocks) + 1

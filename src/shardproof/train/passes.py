@@ -1,0 +1,109 @@
+"""The forward and backward passes of a step, one micro-batch after the other."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+
+import torch
+
+from shardproof.model.packing import to_device
+from shardproof.model.roles import CRITIC
+from shardproof.model.router import balancing_loss
+from shardproof.shard.sharded_model import ShardedModel
+from shardproof.shard.torch_private import forget_partial_sums, set_last_micro_batch, staying_gathered
+from shardproof.train.batching import Batch
+from shardproof.train.forward import score
+from shardproof.train.guard import Verdict, find_bad_gradient
+from shardproof.train.loss import Scored
+from shardproof.train.metrics import MetricSums
+from shardproof.train.prepare import Work
+
+
+def accumulate(policy: ShardedModel, work: Work, sums: MetricSums) -> list[torch.Tensor]:
+    """Add up all micro-batches' gradients; returns their losses. Collective: every rank."""
+    with staying_gathered(policy.module) if work.stays_gathered else nullcontext():
+        return [backward(policy, work, index, sums) for index in range(len(work.micro_batches))]
+
+
+def backward(policy: ShardedModel, work: Work, index: int, sums: MetricSums) -> torch.Tensor:
+    """Add one micro-batch's gradients; returns its loss, on the device, not waited for.
+
+    Collective: every rank.
+    """
+    micro_batch = work.micro_batches[index]
+    set_last_micro_batch(policy.module, index == len(work.micro_batches) - 1)
+    with work.recompute.forward(index) if work.recompute is not None else nullcontext():
+        scored, router = score(
+            policy,
+            micro_batch,
+            work.scoring,
+            temperature=work.temperature,
+            want_entropy=work.loss.want_entropy,
+            want_router=bool(work.router_coef),
+        )
+    row = scored.values if policy.role == CRITIC else scored.logps
+    if len(micro_batch):
+        total = _weighted_loss(policy, micro_batch, work, scored, router, sums)
+    else:
+        # Nothing to learn from, but every collective of the backward pass needs this rank.
+        total = row.sum()
+        sums.add(
+            {name: row.new_zeros(1) for name in work.loss.metrics},
+            torch.zeros(1, dtype=torch.bool, device=row.device),
+        )
+    total.backward()
+    return total.detach().float()
+
+
+def _weighted_loss(
+    policy: ShardedModel,
+    micro_batch: Batch,
+    work: Work,
+    scored: Scored,
+    router: torch.Tensor | None,
+    sums: MetricSums,
+) -> torch.Tensor:
+    columns = {name: to_device(micro_batch.flat(name), policy.device) for name in micro_batch.columns}
+    weights = columns["weights"]
+    counted = weights != 0
+    # A token that does not count must not count as NaN either, nor its gradient: zero times NaN is NaN.
+    columns = {name: torch.where(counted, column, 0.0) for name, column in columns.items()}
+    columns.setdefault("mask", counted.float())
+    columns["sequence"] = to_device(micro_batch.sequence_indices(), policy.device)
+    token_loss, metrics = work.loss.function(scored, columns)
+    total = torch.where(counted, weights * token_loss, 0.0).sum()
+    if router is not None:
+        aux = balancing_loss(router, policy.model.config)
+        total = total + work.router_coef * weights.sum() * aux
+    sums.add(metrics, counted)
+    return total
+
+
+def locate(
+    policy: ShardedModel, work: Work, verdict: Verdict, optimizer: torch.optim.Optimizer
+) -> tuple[Verdict, str | None]:
+    """The verdict with the culprit's name: the loss itself, or the first module whose gradient went bad.
+
+    Collective: every rank.
+    """
+    if verdict.micro_batch is not None:
+        return verdict, f"loss/{work.loss.name}"
+    sums = MetricSums(work.loss.metrics)
+    rank, micro_batch, tensor = find_bad_gradient(
+        policy,
+        len(work.micro_batches),
+        lambda index: backward(policy, work, index, sums),
+        lambda: drop_gradients(policy, optimizer),
+    )
+    if tensor is None:
+        return replace(
+            verdict, reason="a gradient was not finite, and was when the batch was run again"
+        ), None
+    return replace(verdict, rank=rank, micro_batch=micro_batch), tensor
+
+
+def drop_gradients(policy: ShardedModel, optimizer: torch.optim.Optimizer) -> None:
+    """Forget every gradient, so that no later step adds to it."""
+    optimizer.zero_grad()
+    forget_partial_sums(policy.module)
