@@ -24,8 +24,8 @@ _EXPORTS = {
     "StepResult": "shardproof.train.trainer",
     "Loss": "shardproof.train.loss",
     "save_pretrained": "shardproof.export.pretrained",
-    "save_checkpoint": "shardproof.checkpoints.state",
-    "resume": "shardproof.checkpoints.state",
+    "save_checkpoint": "shardproof.checkpoints.save",
+    "resume": "shardproof.checkpoints.resume",
     "SharedWeights": "shardproof.export.shared",
     "WeightStream": "shardproof.export.stream",
     "make_optimizer": "shardproof.train.optim",
@@ -46,7 +46,8 @@ _EXPORTS = {
 __all__ = sorted(_EXPORTS)
 
 if TYPE_CHECKING:
-    from shardproof.checkpoints.state import resume, save_checkpoint
+    from shardproof.checkpoints.resume import resume
+    from shardproof.checkpoints.save import save_checkpoint
     from shardproof.dist.deadline import deadline
     from shardproof.dist.launch import init_distributed
     from shardproof.dist.mesh import make_mesh

@@ -155,3 +155,18 @@ def test_the_command(tmp_path):
     rows = json.loads((tmp_path / "e").read_text())
     assert [row["ranks"] for row in rows] == [4, 8, 16, 32, 64, 128, 256, 512]
     assert all(word in result.stdout for word in ("optimizer", "load peak", "512"))
+
+
+def test_an_optimizer_is_estimated_by_what_it_declares():
+    config = AutoConfig.for_model("qwen3_moe", **SIZES, **EXPERTS)
+    found = {}
+    for name in ("adamw", "muon", "torch.optim:SGD", "torch.optim:Adagrad"):
+        layout = Layout(optimizer=name)
+        found[name] = estimate(shape_of(config, layout, "policy"), layout, 2, 64)
+    trained = found["adamw"].gradients
+    assert found["adamw"].optimizer == 2 * trained
+    # Embedding and head have two moments, and the norms; of the rest there is one.
+    apart = 2 * 8000 * 512 * 4 // 2
+    assert trained + apart <= found["muon"].optimizer < trained + 1.01 * apart
+    assert found["torch.optim:SGD"].optimizer == 0  # without momentum
+    assert found["torch.optim:Adagrad"].optimizer == 2 * trained  # which declares nothing

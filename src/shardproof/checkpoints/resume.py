@@ -34,6 +34,7 @@ from shardproof.checkpoints.saver import saver_of
 from shardproof.dist.collectives import exchange, together
 from shardproof.errors import fail
 from shardproof.foreign import parse_json
+from shardproof.shard.optimizer_state import state_specs
 from shardproof.shard.sharded_model import ShardedModel
 
 
@@ -151,11 +152,27 @@ def _check_optimizer(
             f"{label}: its optimizer has {len(groups)} groups, this one has {len(optimizer.param_groups)}."
         )
         raise fail("E407", "resume", message)
-    states = {name: key for name in saved if name.startswith("optim.") for key in [name.rpartition(".")[2]]}
-    sizes = {info.name: torch.Size(info.shape).numel() for info in policy.inventory.parameters}
+    kept: dict[str, set[str]] = {}
+    for name in saved:
+        if name.startswith("optim."):
+            parameter, _, key = name.removeprefix("optim.").rpartition(".")
+            kept.setdefault(parameter, set()).add(key)
+    if not kept:
+        return  # it was saved before its first step
+    everywhere = set().union(*kept.values())
+    specs = state_specs(optimizer)
+    sizes = {info.name: info.numel for info in policy.inventory.parameters}
     for name, param in policy.named_parameters():
-        for key in sorted(set(states.values())) if param.requires_grad else ():
+        if not param.requires_grad:
+            continue
+        spec = specs.get(param)
+        wanted = everywhere if spec is None else {key for key, dtype in spec.items() if dtype is not None}
+        for key in sorted(wanted | kept.get(name, set())):
             info = saved.get(f"optim.{name}.{key}")
-            if info is None or info.numel != sizes[name]:
-                found = "is not there" if info is None else "has another size"
-                raise fail("E407", "resume", f"{label}: 'optim.{name}.{key}' {found}.", tensor=name)
+            problem = (
+                "is not there" if info is None else "" if info.numel == sizes[name] else "has another size"
+            )
+            if key not in wanted:
+                problem = "is there, and this optimizer keeps no such state"
+            if problem:
+                raise fail("E407", "resume", f"{label}: 'optim.{name}.{key}' {problem}.", tensor=name)

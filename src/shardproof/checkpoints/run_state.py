@@ -16,6 +16,7 @@ from shardproof.checkpoints.ranges import FlatRange
 from shardproof.dist.collectives import exchange
 from shardproof.errors import fail
 from shardproof.shard.holdings import local_shards, persistent_buffers
+from shardproof.shard.optimizer_state import state_specs
 from shardproof.shard.sharded_model import ShardedModel
 
 FORMAT = 1  # of a checkpoint; a reader refuses any other
@@ -57,9 +58,17 @@ def _is_elementwise(value: Any, param: torch.Tensor) -> bool:
 def check_optimizer_state(policy: ShardedModel, optimizer: torch.optim.Optimizer) -> None:
     """Raise E408, with parameter and key, if this rank's optimizer has state that a checkpoint cannot hold."""
     names = {id(param): name for name, param in policy.named_parameters()}
+    specs = state_specs(optimizer)
     for param, state in optimizer.state.items():
         if state and id(param) not in names:
             raise _unsavable("the optimizer has state of a parameter that is not the model's.")
+        spec = specs.get(param)
+        if state and spec is not None and state.keys() != spec.keys():
+            name = names[id(param)]
+            message = (
+                f"the optimizer keeps {sorted(map(str, state))} for {name!r} and declares {sorted(spec)}."
+            )
+            raise _unsavable(message, name)
         for key, value in state.items():
             name = names[id(param)]
             if not isinstance(key, str) or "." in key:

@@ -113,6 +113,7 @@ def estimate(
     replicate: Annotated[int, typer.Option(help="copies of the sharded model (HSDP)")] = 1,
     lora: Annotated[int, typer.Option(help="rank of LoRA adapters; 0 for none")] = 0,
     checkpoint_activations: Annotated[bool, typer.Option(help="recompute activations")] = False,
+    optimizer: Annotated[str, typer.Option(help="adamw, muon, or one of yours as module:name")] = "adamw",
     role: Annotated[str, typer.Option(help="policy, reference or critic")] = "policy",
     trust_remote_code: Annotated[bool, typer.Option(help="run the model's own code")] = False,
     json_path: Annotated[Path | None, typer.Option("--json", help="write the numbers as JSON")] = None,
@@ -128,6 +129,7 @@ def estimate(
         lora=lora,
         replicate=replicate,
         checkpoint_activations=checkpoint_activations,
+        optimizer=optimizer,
     )
     request = Request(model, config, (layout,), role, ranks, trust_remote_code=trust_remote_code)
     try:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, prod
 
 import torch
+from torch import nn
 from transformers import PretrainedConfig
 
 from shardproof.doctor.activations import saved_bytes
@@ -17,14 +18,16 @@ from shardproof.model.inventory import Inventory, TensorInfo, take_inventory
 from shardproof.model.roles import REFERENCE
 from shardproof.model.skeleton import Skeleton, build_skeleton
 from shardproof.shard.footprint import gathered_bytes, unit_bytes, unit_groups
+from shardproof.shard.optimizer_state import tensor_dtypes
 from shardproof.shard.plan import find_units
+from shardproof.train.optim import Trainable, build_optimizer, hidden_matrices
 
 GATHER_BYTES = BUCKET_BYTES // 2
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes a rank. `gathered` is what FSDP holds of other ranks' shards, and their gradients on the way."""
+    """Bytes per rank. `gathered` is what FSDP holds of other ranks' shards, and their gradients on the way."""
 
     ranks: int
     parameters: int
@@ -64,7 +67,7 @@ def shape_of(config: PretrainedConfig, layout: Layout, role: str, lora: object =
 
 
 def estimate(shape: Shape, layout: Layout, ranks: int, num_tokens: int) -> Estimate:
-    """What the fullest rank holds when a micro-batch has `num_tokens` tokens a rank (of a group, with Ulysses)."""
+    """What the fullest rank holds when a micro-batch has `num_tokens` tokens per rank (per group, with Ulysses)."""
     shards = max(ranks // layout.replicate, 1)
     compute = getattr(torch, DTYPES[layout.dtype])
     groups = unit_groups(shape.inventory, shape.units)
@@ -89,13 +92,31 @@ def estimate(shape: Shape, layout: Layout, ranks: int, num_tokens: int) -> Estim
         ranks=ranks,
         parameters=held + buffers,
         gradients=trained,
-        optimizer=2 * trained,
+        optimizer=_optimizer_bytes(shape, layout, groups, shards) if trained else 0,
         activations=activations,
         gathered=gathered_bytes(groups, compute, logits, bool(trained), shards),
         export=_export_bytes(shape.inventory, compute, layout, shards),
         load_peak=held + buffers + writing,
         counted=counted,
     )
+
+
+def _optimizer_bytes(
+    shape: Shape, layout: Layout, groups: Sequence[Sequence[TensorInfo]], shards: int
+) -> int:
+    """What the optimizer keeps, as it declares it for parameters of these shapes that have no memory."""
+    hidden = hidden_matrices(shape.skeleton.model, shape.inventory)
+    infos = [info for group in groups for info in group if info.trainable]
+    params = {info.name: nn.Parameter(torch.empty((), dtype=info.dtype).expand(info.shape)) for info in infos}
+    trained = [Trainable(params[info.name], info.shape, 0, info.name in hidden) for info in infos]
+    dtypes = tensor_dtypes(build_optimizer(layout.optimizer, trained, None, torch.device("cpu")))
+    total = 0
+    for group in groups:
+        kept = {info: dtypes[params[info.name]] for info in group if info.trainable}
+        for index in range(max(map(len, kept.values()), default=0)):
+            tensors = [replace(info, dtype=row[index]) for info, row in kept.items() if index < len(row)]
+            total += _shard_bytes(tensors, layout, shards)
+    return total
 
 
 def _shard_bytes(group: Sequence[TensorInfo], layout: Layout, shards: int) -> int:

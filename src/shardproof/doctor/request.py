@@ -30,6 +30,7 @@ class Layout:
     packing: bool = True
     replicate: int = 1
     checkpoint_activations: bool | str = False  # "auto": what does not fit
+    optimizer: str = "adamw"  # whose state is estimated
 
     def __str__(self) -> str:
         parts = [self.strategy, self.dtype]
@@ -43,6 +44,7 @@ class Layout:
             " as needed" if self.checkpoint_activations == "auto" else ""
         )
         parts += [recomputed] if self.checkpoint_activations else []
+        parts += [self.optimizer] if self.optimizer != "adamw" else []
         return ", ".join(parts)
 
 

@@ -1,20 +1,44 @@
-"""AdamW with the field's habits, the learning-rate schedules that go with it, and the memory of a first step."""
+"""Optimizers by name, learning-rate schedules, and the memory of an optimizer's first step."""
 
 from __future__ import annotations
 
 import inspect
 import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
+from transformers import PreTrainedModel
 
 from shardproof.bounds import require_number
-from shardproof.errors import choose, fail
+from shardproof.errors import choose, did_you_mean, fail
+from shardproof.model.families import num_experts
+from shardproof.model.inventory import Inventory
+from shardproof.model.roles import VALUE_HEAD
 from shardproof.shard.sharded_model import ShardedModel
+from shardproof.shard.torch_private import clean_name
+from shardproof.train.muon import Muon, Sharded
+from shardproof.user_code import describe_error, import_named, is_user_name
 
+OPTIMIZERS = ("adamw", "muon")
+MUON_OPTIONS = ("momentum", "nesterov", "ns_steps", "adjust_lr")
+LR_RULES = ("match_rms_adamw", "original")
 SCHEDULES = ("constant", "cosine")
+
+
+@dataclass(frozen=True)
+class Trainable:
+    """A trainable parameter, as what makes an optimizer sees it."""
+
+    param: nn.Parameter  # what this rank holds of it
+    shape: tuple[int, ...]  # of the whole
+    start: int  # the first element that this rank holds, in the whole's flat order
+    is_hidden: bool  # a matrix, or a stack of experts' matrices, that is neither embedding nor head
 
 
 def make_optimizer(
@@ -23,29 +47,130 @@ def make_optimizer(
     weight_decay: float = 0.0,
     betas: tuple[float, float] = (0.9, 0.95),
     eps: float = 1e-8,
-) -> torch.optim.AdamW:
-    """AdamW over the trainable parameters; norms, biases and other vectors do not decay. Fused where torch has it.
+    *,
+    name: str = "adamw",
+    **options: Any,
+) -> torch.optim.Optimizer:
+    """An optimizer over the trainable parameters; norms, biases and other vectors do not decay.
+
+    `name` is "adamw", "muon", or a class or function of your own as `module:name`, which is called as
+    `name(groups, lr=lr, **options)`, with betas if it has such a parameter; the groups carry their weight_decay. "muon"
+    takes `momentum`, `nesterov`, `ns_steps` and `adjust_lr` as options.
 
     FSDP1 shows every parameter as a vector, so what decays is decided by the shape of the whole tensor.
     """
+    shards = {shard.name: shard for shard in policy.local_shards()}
+    hidden = hidden_matrices(policy.model, policy.inventory)
+    trained = [
+        Trainable(param, shards[full].shape, shards[full].start, full in hidden)
+        for full, param in policy.named_parameters()
+        if param.requires_grad
+    ]
+    if not trained:
+        raise fail("C001", "optimizer", f"the {policy.role} has no trainable parameter.")
+    group = policy.mesh.get_group(policy.mesh.ndim - 1)
+    return build_optimizer(
+        name,
+        trained,
+        group,
+        policy.device,
+        lr=lr,
+        weight_decay=weight_decay,
+        betas=betas,
+        eps=eps,
+        **options,
+    )
+
+
+def build_optimizer(
+    name: str,
+    trained: Sequence[Trainable],
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+    *,
+    lr: float = 1e-6,
+    weight_decay: float = 0.0,
+    betas: tuple[float, float] = (0.9, 0.95),
+    eps: float = 1e-8,
+    **options: Any,
+) -> torch.optim.Optimizer:
+    """The optimizer of that name. `group` are the ranks that share each parameter; without it, it cannot step."""
     for key, number in (("lr", lr), ("weight_decay", weight_decay), ("eps", eps)):
         require_number("optimizer", key, number, at_least=0)
     for index, beta in enumerate(betas):
         require_number("optimizer", f"betas[{index}]", beta, at_least=0, below=1)
-    shapes = {info.name: info.shape for info in policy.inventory.parameters}
-    decay: list[torch.nn.Parameter] = []
-    rest: list[torch.nn.Parameter] = []
-    for name, param in policy.named_parameters():
-        if param.requires_grad:
-            (decay if len(shapes[name]) > 1 else rest).append(param)
-    if not decay and not rest:
-        raise fail("C001", "optimizer", f"the {policy.role} has no trainable parameter.")
-    groups: list[dict[str, Any]] = [
-        {"params": decay, "weight_decay": weight_decay},
-        {"params": rest, "weight_decay": 0.0},
-    ]
-    groups = [group for group in groups if group["params"]]
-    return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
+    if is_user_name(name):
+        return _make_user_optimizer(name, _groups(trained, weight_decay), lr, betas, options)
+    choose("optimizer", "name", name, OPTIMIZERS)
+    if name == "adamw":
+        _check_options(name, options, ())
+        return torch.optim.AdamW(_groups(trained, weight_decay), lr=lr, betas=betas, eps=eps, fused=True)
+    _check_options(name, options, MUON_OPTIONS)
+    require_number("optimizer", "momentum", options.get("momentum", 0.95), at_least=0, below=1)
+    require_number("optimizer", "ns_steps", options.get("ns_steps", 5), at_least=1, below=100)
+    choose("optimizer", "adjust_lr", options.get("adjust_lr", LR_RULES[0]), LR_RULES)
+    matrices = [Sharded(item.param, item.shape, item.start) for item in trained if item.is_hidden]
+    if not matrices:
+        message = "name='muon': no hidden matrix is trained."
+        raise fail("C001", "optimizer", message, fix="use name='adamw'")
+    rest = _groups([item for item in trained if not item.is_hidden], weight_decay)
+    options |= {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps}
+    return Muon(matrices, rest, group, device, **options)
+
+
+def _groups(trained: Sequence[Trainable], weight_decay: float) -> list[dict[str, Any]]:
+    """The parameters that decay, and those that do not."""
+    decay = [item.param for item in trained if len(item.shape) > 1]
+    rest = [item.param for item in trained if len(item.shape) <= 1]
+    groups = [{"params": decay, "weight_decay": weight_decay}, {"params": rest, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
+
+
+def _check_options(name: str, options: Iterable[str], known: Sequence[str]) -> None:
+    for option in options:
+        if option not in known:
+            message = f"{name!r} has no option {option!r}.{did_you_mean(option, known)}"
+            raise fail("C001", "optimizer", message)
+
+
+def _make_user_optimizer(
+    name: str,
+    groups: list[dict[str, Any]],
+    lr: float,
+    betas: tuple[float, float],
+    options: dict[str, Any],
+) -> torch.optim.Optimizer:
+    factory = import_named("optimizer", name)
+    try:
+        if "betas" in inspect.signature(factory).parameters:
+            options = {"betas": betas} | options
+        made = factory(groups, lr=lr, **options)
+    except Exception as error:
+        message = f"optimizer {name!r} cannot be made: {describe_error(error)}"
+        fix = "let it take (groups, lr=..., and the options that you give)"
+        raise fail("C001", "optimizer", message, fix=fix) from error
+    if not isinstance(made, torch.optim.Optimizer):
+        message = f"optimizer {name!r} gave a {type(made).__name__}, not a torch.optim.Optimizer."
+        raise fail("C001", "optimizer", message, fix="return a torch.optim.Optimizer")
+    return made
+
+
+def hidden_matrices(model: PreTrainedModel, inventory: Inventory) -> set[str]:
+    """Names of the matrices between embeddings and heads, and of stacks of experts' matrices."""
+    head = model.get_output_embeddings()
+    apart = (VALUE_HEAD,) + tuple(
+        clean_name(name)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding) or module is head
+    )
+    experts = num_experts(model.config)
+    return {
+        info.name
+        for info in inventory.parameters
+        if (len(info.shape) == 2 or (len(info.shape) == 3 and info.shape[0] == experts))
+        and "lora_embedding" not in info.name
+        and not any(name.startswith(f"{module}.") for name in info.names for module in apart)
+    }
 
 
 def make_schedule(
@@ -115,6 +240,6 @@ def _allocate(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
     Of an optimizer from elsewhere it is not known whether a call beside its step changes anything.
     """
     init_group = getattr(type(optimizer), "_init_group", None)
-    if init_group is not None and init_group.__module__.startswith("torch.optim."):
+    if init_group is not None and init_group.__module__.startswith(("torch.optim.", "shardproof.train.")):
         _, _, *lists = inspect.signature(init_group).parameters
         init_group(optimizer, group, *([] for _ in lists))

@@ -25,6 +25,7 @@ from shardproof.model.roles import CRITIC
 from shardproof.model.skeleton import recomputable_blocks, set_recomputed
 from shardproof.shard.footprint import gathered_bytes, unit_bytes, unit_groups
 from shardproof.shard.memory import free_memory
+from shardproof.shard.optimizer_state import state_bytes
 from shardproof.shard.settings import FSDP1, FSDP2
 from shardproof.shard.sharded_model import ShardedModel
 from shardproof.shard.torch_private import clean_name, local_tensor
@@ -114,9 +115,9 @@ class Recompute:
         self._groups = unit_groups(policy.inventory, policy.plan.units)
         self._whole = sum(unit_bytes(group, policy.settings.compute_dtype) for group in self._groups)
         self._vocabulary = vocabulary_size(policy)
-        self._trained = _local_bytes(policy.trainable_parameters())
         # FSDP1 has one gradient for all of a unit, frozen parameters included.
-        self._gradients = _local_bytes(policy.parameters()) if policy.strategy == FSDP1 else self._trained
+        with_gradient = policy.parameters() if policy.strategy == FSDP1 else policy.trainable_parameters()
+        self._gradients = _local_bytes(with_gradient)
         self._said: int | None = None
 
     def plan(
@@ -191,11 +192,11 @@ class Recompute:
         self.measured.append(Measurement(extent, kept, [meters[kind].output for kind in self.kinds]))
 
     def _unallocated(self, policy: ShardedModel, optimizer: torch.optim.Optimizer) -> int:
-        """Gradients, which no step starts with, and before the first step what AdamW keeps."""
+        """Gradients, which no step starts with, and before the first step what the optimizer will keep."""
         if policy.settings.storage_device.type != self._device.type:
             return 0
         is_first = not optimizer.state and policy.version == 0
-        return self._gradients + (2 * self._trained if is_first else 0)
+        return self._gradients + (state_bytes(optimizer) if is_first else 0)
 
     def _beside(self, policy: ShardedModel, extent: Extent, scoring: Scoring) -> int:
         """Gathered units, their gradients, and the head's logits."""

@@ -1,0 +1,164 @@
+"""Muon on sharded matrices against torch.optim.Muon on whole ones."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+import shardproof as sp
+from tests.models import make_checkpoint
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.distributed
+
+SEQUENCES = [[(11 * i + 5 * j * j + 3) % 101 for j in range(5 + i)] for i in range(6)]
+# So small a rate that one rounding of bfloat16 in Newton-Schulz, where gradients differ in their last bits, is below 1e-6.
+LR, DECAY, BETAS, EPS = 1e-5, 0.1, (0.9, 0.95), 1e-2
+LAYOUTS = {
+    "1 rank": (1, {}),
+    "fsdp2": (2, {"strategy": "fsdp2"}),
+    "fsdp1": (2, {"strategy": "fsdp1"}),
+    "offload": (2, {"cpu_offload": True}),
+    "3 ranks": (3, {"strategy": "fsdp1"}),
+    "hsdp": (4, {"replicate": 2}),
+}
+
+
+def whole(policy):
+    """Every parameter, whole, by name."""
+    return {name: tensor.clone() for name, tensor in sp.WeightStream(policy)}
+
+
+def train_sharded(source, options):
+    """Weights after three steps, and which parameters Muon moved."""
+    options = dict(options)
+    mesh = sp.make_mesh(replicate=options.pop("replicate", 1))
+    policy = sp.load(source, mesh=mesh, compute_dtype=torch.float32, **options)
+    optimizer = sp.make_optimizer(policy, LR, DECAY, BETAS, EPS, name="muon")
+    batch = sp.Batch(SEQUENCES[dist.get_rank() :: dist.get_world_size()])
+    for _ in range(3):
+        assert sp.train_step(policy, batch, optimizer, max_grad_norm=None).stepped
+    names = {param: name for name, param in policy.named_parameters()}
+    state = {names[param]: sorted(row) for param, row in optimizer.state.items()}
+    return whole(policy), state
+
+
+def matrices_of(model):
+    """(hidden matrices, one by one; the others) of a whole model, told apart by name."""
+    hidden, others = [], []
+    for name, param in model.named_parameters():
+        apart = "embed" in name or "lm_head" in name or param.ndim < 2
+        (others if apart else hidden).append(param)
+    return hidden, others
+
+
+def train_whole(model):
+    """The same steps in one process. torch's Muon takes single matrices, so stacks of experts are taken apart."""
+    hidden, others = matrices_of(model)
+    pieces = {param: [nn.Parameter(p.detach()) for p in param] for param in hidden if param.ndim == 3}
+    single = [param for param in hidden if param.ndim == 2] + [p for row in pieces.values() for p in row]
+    muon = torch.optim.Muon(single, LR, DECAY, adjust_lr_fn="match_rms_adamw")
+    decay = [param for param in others if param.ndim > 1]
+    groups = [{"params": decay}, {"params": [p for p in others if p.ndim < 2], "weight_decay": 0.0}]
+    adamw = torch.optim.AdamW(groups, LR, BETAS, EPS, weight_decay=DECAY)
+    count = sum(len(sequence) - 1 for sequence in SEQUENCES)
+    for _ in range(3):
+        model.zero_grad()
+        for sequence in SEQUENCES:
+            tokens = torch.tensor([sequence])
+            logps = model(tokens).logits[0, :-1].float().log_softmax(-1)
+            (-logps.gather(1, tokens[0, 1:, None]).sum() / count).backward()
+        for param, row in pieces.items():
+            for piece, grad in zip(row, param.grad, strict=True):
+                piece.grad = grad
+        muon.step()
+        adamw.step()
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory):
+    """{family: (its folder, its weights after three steps of torch's own)}."""
+    found = {}
+    for family in ("llama", "qwen3_moe"):
+        folder = make_checkpoint(tmp_path_factory.mktemp(family), family)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+        train_whole(model.train())
+        model.save_pretrained(out := tmp_path_factory.mktemp("whole"))
+        found[family] = folder, load_file(out / "model.safetensors")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [*(("llama", layout) for layout in LAYOUTS), ("qwen3_moe", "fsdp2"), ("qwen3_moe", "fsdp1")],
+)
+def test_the_numbers_are_those_of_torch(expected, family, layout):
+    num_ranks, options = LAYOUTS[layout]
+    folder, trained = expected[family]
+    for weights, state in run_ranks(num_ranks, train_sharded, folder, options):
+        assert weights.keys() == trained.keys()
+        for name, tensor in weights.items():
+            assert (tensor - trained[name]).abs().max() < 1e-6, name
+        for name, keys in state.items():
+            apart = "embed" in name or "lm_head" in name or "norm" in name
+            assert keys == (["exp_avg", "exp_avg_sq", "step"] if apart else ["momentum_buffer"]), name
+
+
+def train_and_save(source, root, name, strategy, options, num_steps):
+    """Losses of `num_steps` steps after as many that were saved, and the weights then."""
+    policy = sp.load(source, strategy=strategy, compute_dtype=torch.float32)
+    optimizer = sp.make_optimizer(policy, 1e-2, name=name, **options)
+    batch = sp.Batch(SEQUENCES[dist.get_rank() :: dist.get_world_size()])
+    for _ in range(num_steps):
+        sp.train_step(policy, batch, optimizer)
+    sp.save_checkpoint(root, policy, optimizer)
+    losses = [sp.train_step(policy, batch, optimizer).loss for _ in range(num_steps)]
+    return losses, whole(policy)
+
+
+def go_on(source, root, name, strategy, options, num_steps):
+    policy = sp.load(source, strategy=strategy, compute_dtype=torch.float32)
+    optimizer = sp.make_optimizer(policy, 1.0, name=name, **options)
+    sp.resume(root, policy, optimizer)
+    batch = sp.Batch(SEQUENCES[dist.get_rank() :: dist.get_world_size()])
+    losses = [sp.train_step(policy, batch, optimizer).loss for _ in range(num_steps)]
+    return losses, whole(policy)
+
+
+class Lion(torch.optim.Optimizer):
+    """A user's optimizer: elementwise, with one momentum in another dtype than the parameter's."""
+
+    def __init__(self, groups, lr, betas=(0.9, 0.99), scale=1.0):
+        super().__init__(groups, {"lr": lr, "betas": betas, "scale": scale, "weight_decay": 0.0})
+
+    def declare_state(self, group, param):
+        return {"momentum": torch.bfloat16, "count": None}
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                if not state:
+                    state["momentum"], state["count"] = torch.zeros_like(param, dtype=torch.bfloat16), 0
+                state["count"] += 1
+                first, second = group["betas"]
+                update = (state["momentum"].float() * first + param.grad * (1 - first)).tanh()
+                state["momentum"].mul_(second).add_(param.grad.bfloat16(), alpha=1 - second)
+                param.mul_(1 - group["lr"] * group["weight_decay"])
+                param.add_(update, alpha=-group["lr"] * group["scale"])
+
+
+@pytest.mark.parametrize(("name", "options"), [("muon", {}), (f"{__name__}:Lion", {"scale": 0.5})])
+def test_state_is_saved_and_resharded(expected, tmp_path, name, options):
+    folder, _ = expected["llama"]
+    saved = run_ranks(2, train_and_save, folder, tmp_path, name, "fsdp2", options, 2)
+    for num_ranks, strategy in ((2, "fsdp2"), (1, "fsdp2"), (2, "fsdp1")):
+        for losses, weights in run_ranks(num_ranks, go_on, folder, tmp_path, name, strategy, options, 2):
+            assert losses == pytest.approx(saved[0][0], abs=1e-4)
+            for key, tensor in weights.items():
+                assert torch.allclose(tensor, saved[0][1][key], atol=2e-4), key
