@@ -65,7 +65,15 @@ def test_model_does_not_import_torch_distributed():
 
 
 def test_config_imports_no_torch_and_no_other_room():
-    bottom = {"errors", "findings", "bounds", "text", "files", "foreign"}  # the layer below every room
+    bottom = {
+        "errors",
+        "findings",
+        "bounds",
+        "text",
+        "files",
+        "foreign",
+        "user_code",
+    }  # the layer below every room
     others = {path.stem for path in PACKAGE.iterdir()} - bottom - {"config", "__init__"}
     rooms = [f"shardproof.{name}" for name in sorted(others)]
     assert offenders("config", "torch", "transformers", *rooms) == []
@@ -77,7 +85,8 @@ def test_importing_the_package_does_not_import_torch():
     )
 
 
-def test_loading_does_without_pydantic():
+def test_loading_and_engines_do_without_pydantic():
     run_python(
-        "import sys\nsys.modules['pydantic'] = None\nimport shardproof\nassert callable(shardproof.load)"
+        "import sys\nsys.modules['pydantic'] = None\nimport shardproof, shardproof.rollout.vllm_engine\n"
+        "assert callable(shardproof.load)"
     )

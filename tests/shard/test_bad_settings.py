@@ -15,14 +15,13 @@ import peft
 import pytest
 import torch
 import torch.distributed as dist
-from pydantic import BaseModel
 from torch.distributed.device_mesh import init_device_mesh
 from typer.testing import CliRunner
 
 import shardproof as sp
 from shardproof.cli import app
 from shardproof.config.load import load_recipe, parse_recipe
-from shardproof.config.schema import Recipe
+from shardproof.config.schema import Recipe, keys_of
 from shardproof.rl.checks import check_inputs
 from shardproof.rollout.engine import Sampling
 from shardproof.shard.settings import LoadSettings
@@ -315,11 +314,11 @@ ODD_NUMBERS = (-1, 0, math.nan, math.inf, -math.inf, 10**12, 1e300)
 
 def numbers_in(kind, path=()):
     """The path of every number that a type of the schema holds: nested, optional, and inside of lists and tuples."""
-    if isinstance(kind, type) and issubclass(kind, BaseModel):
-        for name, field in kind.model_fields.items():
-            yield from numbers_in(field.annotation, (*path, name))
-    elif kind in (int, float):
+    if kind in (int, float):
         yield path
+    elif get_origin(kind) is None and isinstance(kind, type):
+        for name, annotation in keys_of(kind).items():
+            yield from numbers_in(annotation, (*path, name))
     elif get_origin(kind) is Annotated:
         yield from numbers_in(get_args(kind)[0], path)
     elif get_origin(kind) in (Union, types.UnionType):

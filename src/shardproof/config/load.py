@@ -8,11 +8,11 @@ import os
 import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
-from shardproof.config.schema import Recipe
+from shardproof.config.schema import Recipe, keys_of
 from shardproof.errors import fail
 from shardproof.foreign import read_foreign
 
@@ -91,7 +91,7 @@ def _explain(problem: Any) -> str:
     where = ".".join(str(part) for part in problem["loc"])
     if len(where) > _LABEL_CHARACTERS:
         where = f"{where[:_LABEL_CHARACTERS]}..."
-    if problem["type"] == "extra_forbidden":
+    if problem["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
         near = difflib.get_close_matches(where, list(all_keys(Recipe)), n=1, cutoff=0.4)
         return f"unknown key {where!r}" + (f", did you mean {near[0]!r}?" if near else "")
     if problem["type"] == "missing":
@@ -100,12 +100,12 @@ def _explain(problem: Any) -> str:
     return f"{where}: {message}" if where else message
 
 
-def all_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """Every dotted key of a schema."""
-    for name, field in model.model_fields.items():
+def all_keys(section: type, prefix: str = "") -> Iterator[str]:
+    """Every dotted key of a section and of those in it."""
+    for name, annotation in keys_of(section).items():
         yield f"{prefix}{name}"
-        for part in [field.annotation, *getattr(field.annotation, "__args__", ())]:
-            if isinstance(part, type) and issubclass(part, BaseModel):
+        for part in [annotation, *get_args(annotation)]:
+            if isinstance(part, type):
                 yield from all_keys(part, f"{prefix}{name}.")
 
 

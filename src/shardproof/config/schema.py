@@ -2,32 +2,51 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, get_args
+from dataclasses import fields, is_dataclass
+from functools import partial
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from shardproof.config.algorithms import SPECS, AlgorithmSpec
+from shardproof.config.numbers import (
+    MAX_TOKENS,
+    Bound,
+    Coefficient,
+    Count,
+    CountOrNone,
+    Decay,
+    Fraction,
+    LearningRate,
+    Limit,
+    Processes,
+    Seconds,
+    Steps,
+    StepsOrNever,
+    Tokens,
+)
+from shardproof.config.vllm import VllmSettings
 from shardproof.errors import did_you_mean
 from shardproof.user_code import is_user_name
 
-# The bounds of every number stand here. NaN and the infinities are refused everywhere (Section.model_config). Upper bounds
-# catch typing errors before they become allocations that no machine has.
-MAX_STEPS, MAX_TOKENS = 10**9, 2**30
-Count = Annotated[int, Field(gt=0, le=2**20)]
-CountOrNone = Annotated[int, Field(ge=0, le=2**20)]  # 0: none
-Steps = Annotated[int, Field(gt=0, le=MAX_STEPS)]
-StepsOrNever = Annotated[int, Field(ge=0, le=MAX_STEPS)]  # 0: never
-Tokens = Annotated[int, Field(gt=0, le=MAX_TOKENS)]
-Processes = Annotated[int, Field(gt=0, le=1024)]  # on one node
-Seconds = Annotated[float, Field(gt=0.0, le=30 * 86400.0)]
-Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
-Share = Annotated[float, Field(gt=0.0, lt=1.0)]
-Decay = Annotated[float, Field(ge=0.0, lt=1.0)]  # of a running mean; 0: no memory
-Limit = Annotated[float, Field(gt=0.0, le=1e6)]  # what something is cut off at: 0 would leave nothing
-Coefficient = Annotated[float, Field(ge=0.0, le=1e3)]  # 0: the term is left out
-LearningRate = Annotated[float, Field(gt=0.0, le=10.0)]
 DtypeName = Literal["float32", "bfloat16", "float16"]
 StrategyName = Literal["fsdp2", "fsdp1"]
+
+
+def keys_of(kind: type) -> dict[str, Any]:
+    """The keys of a section, a model or a dataclass, with their types; none for what is no section."""
+    if is_dataclass(kind):
+        return {field.name: get_type_hints(kind)[field.name] for field in fields(kind)}
+    known = kind.model_fields if issubclass(kind, BaseModel) else {}
+    return {name: field.annotation for name, field in known.items()}
+
+
+def read_none(kind: type, data: Any) -> Any:
+    """TOML has no null: the string "none" switches off a setting that may be off."""
+    if not isinstance(data, dict):
+        return data
+    optional = {name for name, annotation in keys_of(kind).items() if type(None) in get_args(annotation)}
+    return {key: None if key in optional and value == "none" else value for key, value in data.items()}
 
 
 class Section(BaseModel):
@@ -38,17 +57,13 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _read_none(cls, data: Any) -> Any:
-        """TOML has no null: the string "none" switches off a setting that may be off."""
-        if not isinstance(data, dict):
-            return data
-        optional = {n for n, field in cls.model_fields.items() if type(None) in get_args(field.annotation)}
-        return {key: None if key in optional and value == "none" else value for key, value in data.items()}
+        return read_none(cls, data)
 
 
 class Lora(Section):
     """Low-rank adapters."""
 
-    r: Annotated[int, Field(gt=0, le=2**16)] = 16
+    r: Annotated[int, Bound(gt=0, le=2**16)] = 16
     alpha: Count = 32
     target_modules: list[str] | str = "all-linear"
 
@@ -80,50 +95,28 @@ class Role(Section):
     lr: LearningRate | None = None
 
 
-class Vllm(Section):
-    """The vLLM server, where rollout.engine is "vllm". docs/vllm.md explains each."""
-
-    mode: Literal["colocated", "server"] = "colocated"
-    url: str | None = None  # of a server that is already running; None: the run starts one
-    host: str = "127.0.0.1"
-    port: Annotated[int, Field(ge=0, lt=65536)] = 0  # 0: a free one
-    allow_remote: bool = False  # bind or use an address that other machines reach
-    transport: Literal["shared", "nccl", "ipc"] = "shared"
-    lora: Literal["merge", "adapter"] = "merge"
-    enforce_eager: bool | None = None  # None: on CPU
-    max_model_len: Tokens | None = None
-    tensor_parallel_size: Processes = 1
-    gpu_memory_utilization: Share = 0.4
-    kv_cache_gib: Count = 1  # on CPU
-    args: list[str] = []  # further arguments of `vllm serve`
-    log: str | None = None
-    start_timeout_s: Seconds = 600.0
-    sync_timeout_s: Seconds = 600.0
-    request_timeout_s: Seconds = 1800.0
-
-
 class Rollout(Section):
     """How completions are made."""
 
     engine: Literal["embedded", "sharded", "vllm"] = "embedded"
     group_size: Count = 8
     max_new_tokens: Tokens = 256
-    temperature: Annotated[float, Field(gt=0.0, le=100.0)] = 1.0
-    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    temperature: Annotated[float, Bound(gt=0.0, le=100.0)] = 1.0
+    top_p: Annotated[float, Bound(gt=0.0, le=1.0)] = 1.0
     batch_size: Count = 256  # completions decoded at a time on a rank
     offload_policy: bool = False  # move the policy to host memory while completions are made
     sleep: bool = False  # give up the engine's memory while the policy is updated
     # How far log-probs of engine and trainer may be apart; None: 0.001 in float32, 0.5 in half precision.
     canary_tolerance: Limit | None = None
     max_version_lag: CountOrNone = 0  # how many versions older than the policy's a completion may be
-    vllm: Vllm = Vllm()
+    vllm: Annotated[VllmSettings, BeforeValidator(partial(read_none, VllmSettings))] = VllmSettings()
 
 
 class Algorithm(Section):
     """The algorithm and its numbers."""
 
     name: str = "grpo"  # or module:name, a class of your own: docs/extending.md
-    clip_low: Annotated[float, Field(gt=0.0, le=1.0)] = 0.2
+    clip_low: Annotated[float, Bound(gt=0.0, le=1.0)] = 0.2
     clip_high: Limit | None = None  # None: the algorithm's own
     kl_coef: Coefficient = 0.0
     kl_in: Literal["loss", "reward"] = "loss"
@@ -142,7 +135,7 @@ class Algorithm(Section):
         None  # drop groups whose rewards are all equal; None: as the algorithm does
     )
     # Completion length from which reward is taken away, down to -1 at the limit.
-    overlong_from: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = None
+    overlong_from: Annotated[int, Bound(ge=0, le=MAX_TOKENS)] | None = None
 
     @field_validator("name")
     @classmethod
@@ -157,7 +150,7 @@ class Reward(Section):
     """A reward function and its weight."""
 
     name: str
-    weight: Annotated[float, Field(ge=-1e6, le=1e6)] = (
+    weight: Annotated[float, Bound(ge=-1e6, le=1e6)] = (
         1.0  # below 0: a penalty; 0: reported, not learned from
     )
 
@@ -201,7 +194,7 @@ class Train(Section):
     steps: Steps
     prompts_per_step: Count = 32
     micro_batch_tokens: Tokens = 8192
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    seed: Annotated[int, Bound(ge=0, lt=2**63)] = 0
     ranks: Processes | None = None  # processes on this node; None: one per GPU, or 1
     max_consecutive_skips: Count = 3
 

@@ -32,7 +32,7 @@ from shardproof.model.skeleton import build_skeleton
 from shardproof.rl.checks import model_folder
 from shardproof.rl.place import CHECKPOINTS, check_folder, checkpoint_steps
 from shardproof.rl.same_run import Resume
-from shardproof.rollout.vllm_server import VllmSettings, check_settings, check_sleep
+from shardproof.rollout.vllm_server import check_settings, check_sleep
 from shardproof.rollout.vllm_versions import installed_version, interface_of
 from shardproof.weights.reader import open_checkpoint
 from shardproof.weights.source import find_folder, read_config
@@ -154,11 +154,10 @@ def check_vllm(start: Start) -> list[Finding]:
     vllm = start.recipe.rollout.vllm
     if start.recipe.rollout.engine != "vllm":
         return []
-    settings = VllmSettings(**vllm.model_dump())
-    check_settings(settings)
+    check_settings(vllm)
     if start.recipe.rollout.sleep:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        check_sleep(settings, device, start.recipe.model.lora is not None and vllm.lora == "adapter")
+        check_sleep(vllm, device, start.recipe.model.lora is not None and vllm.lora == "adapter")
     version = installed_version() if vllm.url is None else None
     if version is not None:
         interface_of(version)

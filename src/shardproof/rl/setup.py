@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -157,14 +157,11 @@ def make_engine(recipe: Recipe, policy: ShardedModel) -> Engine:
     """The rollout engine that a recipe names. Collective: every rank."""
     if recipe.rollout.engine == "vllm":
         from shardproof.rollout.vllm_engine import VllmEngine
-        from shardproof.rollout.vllm_server import VllmSettings
 
-        given = recipe.rollout.vllm.model_dump()
-        given["args"] += ["--trust-remote-code"] if recipe.model.trust_remote_code else []
-        rollout = recipe.rollout
-        return VllmEngine(
-            policy, VllmSettings(**given), recipe.canary_tolerance, rollout.batch_size, rollout.sleep
-        )
+        rollout, settings = recipe.rollout, recipe.rollout.vllm
+        if recipe.model.trust_remote_code:
+            settings = replace(settings, args=[*settings.args, "--trust-remote-code"])
+        return VllmEngine(policy, settings, recipe.canary_tolerance, rollout.batch_size, rollout.sleep)
     with together("rollout"):  # a replica may fit the memory of some ranks and not of others
         kind = EmbeddedEngine if recipe.rollout.engine == "embedded" else ShardedEngine
         return kind(policy, recipe.rollout.batch_size)

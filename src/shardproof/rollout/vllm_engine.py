@@ -13,6 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from shardproof.config.vllm import VllmSettings
 from shardproof.dist.collectives import exchange, together
 from shardproof.dist.deadline import deadline, mesh_groups
 from shardproof.dist.region import ranks_apart
@@ -27,7 +28,7 @@ from shardproof.rollout.sync import CANARY_TOKENS, GENERATE, TOLERANCE, Delivere
 from shardproof.rollout.trajectory import Trajectory
 from shardproof.rollout.vllm_client import Deadline, Refused, Unreachable
 from shardproof.rollout.vllm_plugin import BACKEND
-from shardproof.rollout.vllm_server import Served, VllmServer, VllmSettings, check_sleep
+from shardproof.rollout.vllm_server import Served, VllmServer, check_sleep
 from shardproof.rollout.vllm_versions import check_senders
 from shardproof.shard.sharded_model import ShardedModel
 from shardproof.train.score import logprobs

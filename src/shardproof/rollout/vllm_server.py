@@ -13,11 +13,11 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from shardproof.config.vllm import VllmSettings
 from shardproof.errors import fail
 from shardproof.rollout.vllm_client import Deadline, VllmClient
 from shardproof.rollout.vllm_plugin import BACKEND, EXTENSION, LOOPBACK
@@ -44,29 +44,6 @@ _INSIDE = {
     "NCCL_SOCKET_IFNAME": "lo",
     LOOPBACK: "1",
 }
-
-
-@dataclass(frozen=True)
-class VllmSettings:
-    """How vLLM runs and how long anybody waits for it."""
-
-    mode: str = "colocated"  # "colocated": a child of rank 0 on a Unix socket; "server": over HTTP
-    url: str | None = None  # of a server that is already running; None: the run starts one
-    host: str = "127.0.0.1"  # what a server that the run starts binds
-    port: int = 0  # 0: a free one
-    allow_remote: bool = False  # bind or use an address that other machines reach
-    transport: str = "shared"  # "shared" memory; vLLM's own "nccl" and "ipc" are experimental
-    lora: str = "merge"  # "merge": into the weights; "adapter": served by vLLM beside the base
-    enforce_eager: bool | None = None  # None: eager on CPU, where compiling costs more than it gives
-    max_model_len: int | None = None
-    tensor_parallel_size: int = 1
-    gpu_memory_utilization: float = 0.4  # the trainer has the rest
-    kv_cache_gib: int = 1  # on CPU
-    args: Sequence[str] = ()  # further arguments of `vllm serve`
-    log: str | None = None  # where a started server writes; None: a file that is deleted with it
-    start_timeout_s: float = 600.0
-    sync_timeout_s: float = 600.0
-    request_timeout_s: float = 1800.0
 
 
 @dataclass(frozen=True)
