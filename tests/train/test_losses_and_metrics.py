@@ -90,6 +90,34 @@ def test_policy_gradient_without_coefficients_needs_neither_reference_nor_entrop
     assert set(loss.metrics) == {"ratio/mean", "ratio/max", "clip_fraction"}
 
 
+def test_tokens_that_an_engine_drew_are_weighed_by_its_own_probabilities():
+    loss = policy_gradient(
+        surrogate="detached", kl_estimator="k2", report_kl=True, rollout_top_p=1.0, tis_cap=2.0
+    )
+    given = scored([-1.0, -2.0])
+    drawn = columns(advantages=[1.0, -2.0], rollout_logps=[-3.0, -1.5], ref_logps=[-1.5, -2.0])
+    row, metrics = loss.function(given, drawn)
+    # Without old log-probs the policy is its own old policy: r = 1, and the KL is measured alone.
+    assert row.tolist() == pytest.approx([2.0, -4.0 * math.exp(-0.5)], rel=1e-6)
+    assert metrics["mismatch/max"].tolist() == [2.0, 0.5]
+    assert metrics["kl/mean"].tolist() == [0.125, 0.0]
+    assert set(metrics) == set(loss.metrics) and loss.columns == ("advantages", "rollout_logps", "ref_logps")
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"surrogate": "cliped"}, "Did you mean 'clipped'?"),
+        ({"kl_estimator": "k4"}, "not one of k1, k2, k3"),
+        ({"tis_cap": 2.0}, "needs rollout log-probs"),
+    ],
+)
+def test_a_policy_gradient_that_cannot_be(settings, said):
+    with pytest.raises(sp.ConfigError) as caught:
+        policy_gradient(**settings)
+    assert said in str(caught.value)
+
+
 def test_value_loss_is_half_the_squared_error():
     row, metrics = value().function(scored(values=[1.0, 3.0]), columns(returns=[2.0, 1.0]))
     assert row.tolist() == [0.5, 2.0]
