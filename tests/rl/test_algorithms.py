@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 import math
+import statistics
 
 import pytest
 import torch
+import torch.distributed as dist
 from pydantic import ValidationError
 
+from shardproof.config.algorithms import SPECS, AlgorithmSpec
 from shardproof.config.load import load_recipe
-from shardproof.config.schema import Algorithm
+from shardproof.config.schema import Algorithm, Rollout
 from shardproof.errors import ConfigError
 from shardproof.rl.advantages import group_centred, group_normalised, leave_one_out
-from shardproof.rl.algorithms import make_loss
-from shardproof.rl.data import Prompt
-from shardproof.rl.experience import Experience, Group
+from shardproof.rl.algorithms.registry import ALGORITHMS, check_algorithm, find_algorithm, make_algorithm
+from shardproof.rl.experience import Experience
 from shardproof.rl.updates import combine, mini_batches
+from shardproof.rollout.trajectory import Reward, Segment, Trajectory
 from shardproof.train.batching import Batch
 from shardproof.train.loss import Scored, policy_gradient
 from shardproof.train.trainer import StepResult
+from tests.ranks import run_ranks
 from tests.rl.runs import TINY
 
 EMPTY = torch.empty(0)
+
+
+def loss_for(top_p=1.0, **settings):
+    return make_algorithm(Algorithm(**settings), Rollout(top_p=top_p)).loss
 
 
 # The KL.
@@ -47,13 +55,13 @@ def expected_kl_gradient(loss, column="rollout_logps"):
     ("estimator", "corrected", "is_exact"), [("k2", False, True), ("k3", True, True), ("k3", False, False)]
 )
 def test_the_kl_in_the_loss_has_the_gradient_of_the_kl(name, estimator, corrected, is_exact):
-    settings = Algorithm(name=name, kl_coef=1.0, kl_estimator=estimator, kl_ratio_correction=corrected)
-    found, exact = expected_kl_gradient(make_loss(settings))
+    loss = loss_for(name=name, kl_coef=1.0, kl_estimator=estimator, kl_ratio_correction=corrected)
+    found, exact = expected_kl_gradient(loss)
     assert torch.allclose(found, exact, rtol=1e-4, atol=1e-6) == is_exact
 
 
 def test_k1_in_the_loss_would_teach_nothing():
-    found, exact = expected_kl_gradient(make_loss(Algorithm(kl_coef=1.0, kl_estimator="k1")))
+    found, exact = expected_kl_gradient(loss_for(kl_coef=1.0, kl_estimator="k1"))
     assert float(found.abs().max()) < 1e-6 < float(exact.abs().max())
 
 
@@ -96,8 +104,8 @@ def test_kl_settings_that_make_sense_are_taken(overrides):
 def test_a_nucleus_is_not_called_a_mismatch():
     columns = {name: torch.tensor([-1.0, -2.0]) for name in ("advantages", "rollout_logps")}
     scored = Scored(torch.tensor([-1.5, -2.25]), EMPTY, EMPTY)
-    _, plain = make_loss(Algorithm()).function(scored, columns)
-    loss = make_loss(Algorithm(), top_p=0.9)
+    _, plain = loss_for().function(scored, columns)
+    loss = loss_for(top_p=0.9)
     _, nucleus = loss.function(scored, columns)
     assert plain["mismatch/mean"].tolist() == [0.5, 0.25] and "nucleus/mean" not in plain
     assert nucleus["nucleus/mean"].tolist() == [0.5, 0.25]
@@ -154,14 +162,176 @@ def test_without_failures_nothing_changes_in_a_baseline():
         assert torch.equal(function(rewards, every), function(rewards))
 
 
+# Advantages, against the formulas of docs/algorithms.md in plain Python. (reward, failed) of two groups, one per rank.
+
+WORTH = [[(1.0, False), (0.0, False), (0.5, False), (9.0, True)], [(0.25, False), (0.75, False)]]
+GAMMA, LAMBDA, KL = 0.9, 0.8, 0.1
+RULES = {"gamma": GAMMA, "gae_lambda": LAMBDA, "kl_coef": KL, "kl_in": "reward", "kl_estimator": "k1"}
+
+
+def given(group):
+    """A group's trajectories, and log-probs and values of their tokens. A tool's answer stands between two turns."""
+    trajectories, columns = [], {"mask": [], "old_logps": [], "ref_logps": [], "values": []}
+    for sample, (total, failed) in enumerate(WORTH[group]):
+        turns = [(2, "prompt"), (2 + sample, "policy"), (1, "environment"), (2, "policy"), (1, "environment")]
+        segments = tuple(Segment(tuple(range(n)), author) for n, author in turns)
+        reward = Reward(total, failed=failed, penalty=-0.125 * sample)
+        trajectories.append(Trajectory(segments, group, sample, reward=reward))
+        mask = [float(author == "policy") for n, author in turns for _ in range(n)][1:]
+        columns["mask"].append(mask)
+        for shift, name in enumerate(("old_logps", "ref_logps", "values")):
+            columns[name].append([math.sin(7 * group + 3 * sample + k + shift) / 2 for k in range(len(mask))])
+    return trajectories, columns
+
+
+def advantages_of_rank(name):
+    trajectories, columns = given(dist.get_rank())
+    batch = Batch([t.tokens for t in trajectories], **columns)
+    made = make_algorithm(Algorithm(name=name, **RULES), Rollout()).advantages(batch, trajectories)
+    return [
+        [row.tolist() for row in made.columns[key]]
+        for key in ("mask", "advantages", "returns")
+        if key in made.columns
+    ]
+
+
+def token_rewards(group, sample):
+    """Of a trajectory's trained tokens, in their order, with the critic's values."""
+    _, columns = given(group)
+    trained = [k for k, counted in enumerate(columns["mask"][sample]) if counted]
+    rows = {name: [column[sample][k] for k in trained] for name, column in columns.items()}
+    rewards = [-KL * (old - ref) for old, ref in zip(rows["old_logps"], rows["ref_logps"], strict=True)]
+    rewards[-1] += WORTH[group][sample][0] - 0.125 * sample
+    return rewards, rows["values"]
+
+
+def compared(name, totals, k):
+    """The advantage of a group's k-th completion."""
+    mean = statistics.fmean(totals)
+    if name == "dr_grpo":
+        return totals[k] - mean
+    if name == "rloo":
+        return totals[k] - statistics.fmean(totals[:k] + totals[k + 1 :])
+    return (totals[k] - mean) / (statistics.pstdev(totals) + 1e-4)
+
+
+def returned(name, rewards, values):
+    """(advantage before it is normalised, return) of each of a completion's tokens."""
+    found, following, following_value = [], 0.0, 0.0
+    for reward, value in zip(reversed(rewards), reversed(values), strict=True):
+        if name == "ppo":
+            following = reward + GAMMA * following_value - value + GAMMA * LAMBDA * following
+        else:
+            following = reward + GAMMA * following
+        following_value = value
+        found.append((following, following + value))
+    return found[::-1]
+
+
+def expected_advantages(name):
+    """{(group, sample): advantages of its trained tokens}, and the returns."""
+    counted = [(g, s) for g, worth in enumerate(WORTH) for s, (_, failed) in enumerate(worth) if not failed]
+    tokens = {place: token_rewards(*place) for place in counted}
+    if SPECS[name].compares_group:
+        totals = [[sum(tokens[g, s][0]) for g, s in counted if g == group] for group in range(len(WORTH))]
+        return {(g, s): [compared(name, totals[g], s)] * len(tokens[g, s][0]) for g, s in counted}, {}
+    rows = {place: returned(name, *tokens[place]) for place in counted}
+    every = [advantage for row in rows.values() for advantage, _ in row]
+    mean, deviation = statistics.fmean(every), statistics.pstdev(every)
+    normalised = {place: [(a - mean) / (deviation + 1e-8) for a, _ in row] for place, row in rows.items()}
+    return normalised, {place: [value for _, value in row] for place, row in rows.items()}
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", [name for name, spec in SPECS.items() if spec.samples])
+def test_advantages_are_those_of_the_formulas(name):
+    advantages, returns = expected_advantages(name)
+    for group, (masks, *columns) in enumerate(run_ranks(2, advantages_of_rank, name)):
+        assert len(columns) == 1 + (name == "ppo")
+        for sample, mask in enumerate(masks):
+            assert any(mask) != WORTH[group][sample][1], "what failed counts nowhere"
+            for column, expected in zip(columns, (advantages, returns), strict=False):
+                trained = [value for value, counted in zip(column[sample], mask, strict=True) if counted]
+                assert trained == pytest.approx(expected.get((group, sample), []), abs=5e-7)
+                assert not any(v for v, counted in zip(column[sample], mask, strict=True) if not counted)
+
+
+# What algorithms declare.
+
+
+def test_every_spec_has_its_algorithm():
+    assert {name: kind.spec for name, kind in ALGORITHMS.items()} == SPECS
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, set()),
+        ({"updates_per_batch": 2}, {"old_logps"}),
+        ({"kl_coef": 0.1}, {"ref_logps"}),
+        ({"kl_coef": 0.1, "kl_in": "reward"}, {"ref_logps", "old_logps"}),
+        ({"name": "ppo"}, {"values"}),
+        ({"name": "sft"}, set()),
+    ],
+)
+def test_an_algorithm_names_the_scores_it_needs(settings, expected):
+    assert make_algorithm(Algorithm(**settings), Rollout()).columns == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "skips"),
+    [
+        ({}, True),
+        ({"kl_coef": 0.1, "kl_in": "reward"}, True),
+        ({"kl_coef": 0.1}, False),
+        ({"entropy_coef": 0.1}, False),
+        ({"router_coef": 0.1}, False),
+        ({"name": "ppo"}, False),
+        ({"name": "sft"}, False),
+    ],
+)
+def test_sequences_without_advantage_are_skipped_where_nothing_else_moves_a_weight(settings, skips):
+    assert make_algorithm(Algorithm(**settings), Rollout()).skips_zero_advantages == skips
+
+
+class Pairs(ALGORITHMS["grpo"]):
+    spec = AlgorithmSpec(compares_group=True)
+
+
+class Nameless(ALGORITHMS["grpo"]):
+    spec = None
+
+
+def test_an_algorithm_of_the_users_is_checked_as_ours_are():
+    recipe = load_recipe(TINY, [f"algorithm.name={__name__}:Pairs", "rollout.group_size=1"])
+    with pytest.raises(ConfigError, match="Pairs compares completions of one prompt and needs at least 2"):
+        check_algorithm(recipe)
+    check_algorithm(load_recipe(TINY, [f"algorithm.name={__name__}:Pairs"]))
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        (f"{__name__}:Pair", "Did you mean 'Pairs'?"),
+        (f"{__name__}:Nameless", "expected a subclass of Algorithm with a `spec`"),
+        (f"{__name__}:TINY", "expected a subclass of Algorithm"),
+        ("no_such_module:Mine", "algorithm 'no_such_module:Mine' cannot be imported"),
+    ],
+)
+def test_a_name_that_is_no_algorithm_is_refused(name, said):
+    with pytest.raises(ConfigError) as caught:
+        find_algorithm(name)
+    assert said in str(caught.value)
+
+
 # Several updates from one batch.
 
 
 def experience_of(order, rank, size, group_size=2):
     """A rank's part, dealt as `collect` deals prompts; a sequence says which prompt it belongs to."""
-    groups = [Group(i, Prompt({}, "", (1, 2)), [], []) for i in order if i % size == rank]
-    batch = Batch([[group.index, g] for group in groups for g in range(group_size)])
-    return Experience(groups, batch, order=order)
+    mine = [(group, g) for group in order if group % size == rank for g in range(group_size)]
+    trajectories = [Trajectory.of_prompt((1, 2), group, g) for group, g in mine]
+    return Experience(trajectories, Batch(mine), order=order)
 
 
 def prompts_of(part):
@@ -170,7 +340,7 @@ def prompts_of(part):
 
 def test_every_rank_has_its_share_of_every_update():
     for size in (1, 2, 4):
-        ranks = [mini_batches(experience_of(list(range(48)), r, size), 2, 2) for r in range(size)]
+        ranks = [mini_batches(experience_of(list(range(48)), r, size), 2) for r in range(size)]
         assert {len(part) for parts in ranks for part in parts} == {48 // size}
 
 
@@ -179,7 +349,7 @@ def test_every_rank_has_its_share_of_every_update():
 def test_updates_take_equal_runs_of_prompts_at_any_number_of_ranks(order, num):
     expected = None
     for size in (1, 2, 3):
-        ranks = [mini_batches(experience_of(order, r, size), num, 2) for r in range(size)]
+        ranks = [mini_batches(experience_of(order, r, size), num) for r in range(size)]
         found = [sorted(i for parts in ranks for i in prompts_of(parts[k])) for k in range(num)]
         expected = expected or found
         assert found == expected
@@ -196,9 +366,7 @@ def loss_of(name, ratios, advantage):
     logps = torch.tensor(ratios).log()
     columns = {"advantages": torch.full_like(logps, advantage), "mask": torch.ones_like(logps)}
     columns |= dict.fromkeys(("old_logps", "rollout_logps", "sequence"), torch.zeros_like(logps))
-    row, metrics = make_loss(Algorithm(name=name, tis_cap=None)).function(
-        Scored(logps, EMPTY, EMPTY), columns
-    )
+    row, metrics = loss_for(name=name, tis_cap=None).function(Scored(logps, EMPTY, EMPTY), columns)
     return row.tolist(), metrics["clip_fraction"].tolist()
 
 

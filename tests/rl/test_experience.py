@@ -188,16 +188,16 @@ def test_dynamic_sampling_can_be_switched_off_for_dapo(tmp_path):
 
 def run_and_count(recipe: str) -> tuple[int, float]:
     """How many prompts were trained on, and the share that the metrics tell of those sampled."""
-    from shardproof.rl import experience
+    from shardproof.rl.rollouts import Sampler
 
-    sampled, generate = [], experience.sample_groups
+    sampled, roll_out = [], Sampler.roll_out
 
-    def count(run: Any, mine: Any, *others: Any) -> Any:
-        sampled.append(len(mine))
-        return generate(run, mine, *others)
+    def count(self: Sampler, asked: Any, *others: Any) -> Any:
+        sampled.append(len(asked))
+        return roll_out(self, asked, *others)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(experience, "sample_groups", count)
+        patch.setattr(Sampler, "roll_out", count)
         metrics = run_recipe(recipe)
     return sum(sampled), metrics["prompts/kept"]
 
@@ -231,30 +231,29 @@ def test_several_updates_are_the_same_at_any_number_of_ranks(tmp_path, algorithm
             assert now["updates"] == 3.0
 
 
-def run_and_note(recipe: str) -> tuple[dict[str, float], list[list[float]], list[list[float]]]:
-    """(metrics, rewards of each group or None where they failed, weights of its completions as they were trained on)."""
-    from shardproof.rl import loop, updates
+def run_and_note(recipe: str) -> tuple[dict[str, float], list[tuple[float, bool, float]], list[list[float]]]:
+    """(metrics, each completion's reward, whether it failed and its advantage, the weights that were trained with)."""
+    from shardproof.rl import loop
+    from shardproof.rl.algorithms.base import Algorithm
 
-    groups, weights = [], []
-    collect, weigh = loop.collect, updates.weigh
+    found, weights = [], []
+    collect, weigh = loop.collect, Algorithm.weigh
 
-    def note_groups(*given: Any) -> Any:
-        experience = collect(*given)
-        advantages = iter(experience.batch.columns["advantages"])
-        for group in experience.groups:
-            found = zip(group.rewards, group.failed, strict=True)
-            groups.append([(reward, failed, float(next(advantages).sum())) for reward, failed in found])
+    def note_rewards(*given: Any, **settings: Any) -> Any:
+        experience = collect(*given, **settings)
+        for made, row in zip(experience.trajectories, experience.batch.columns["advantages"], strict=True):
+            found.append((made.reward.trained, made.reward.failed, float(row.sum())))
         return experience
 
-    def note_weights(*given: Any, **options: Any) -> Any:
-        weighed = weigh(*given, **options)
+    def note_weights(*given: Any) -> Any:
+        weighed = weigh(*given)
         weights.append([float(row.sum()) for row in weighed.columns["weights"]])
         return weighed
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "collect", note_groups)
-        patch.setattr(updates, "weigh", note_weights)
-        return run_recipe(recipe), groups, weights
+        patch.setattr(loop, "collect", note_rewards)
+        patch.setattr(Algorithm, "weigh", note_weights)
+        return run_recipe(recipe), found, weights
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "rloo", "dr_grpo", "ppo", "reinforce_pp"])
@@ -262,8 +261,7 @@ def test_completions_whose_reward_failed_are_left_out(tmp_path, algorithm):
     """Long answers make the reward raise: they are neither wrong nor right, and move nothing."""
     named = f"reward.functions=[{{name='{REWARDS}:refuses_long_answers'}}]"
     settings = [*ONE_STEP, named, f"algorithm.name={algorithm}", "rollout.group_size=8"]
-    ((metrics, groups, (weights,)),) = run_ranks(1, run_and_note, small_recipe(tmp_path, *settings))
-    flat = [entry for group in groups for entry in group]
+    ((metrics, flat, (weights,)),) = run_ranks(1, run_and_note, small_recipe(tmp_path, *settings))
     failed = [entry for entry in flat if entry[1]]
     assert 0 < len(failed) < len(flat)
     assert metrics["reward/failed"] == metrics["reward/errors"] == len(failed)

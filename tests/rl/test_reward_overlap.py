@@ -43,12 +43,14 @@ class InSequence(rewards.PendingRewards):
     def __init__(self, runner: rewards.RewardRunner):
         super().__init__(runner)
         self.held: list[Sample] = []
+        self.places: list[int] = []
 
-    def add(self, samples: Sequence[Sample]) -> None:
+    def add(self, samples: Sequence[Sample], places: Sequence[int] | None = None) -> None:
         self.held += samples
+        self.places += places or []
 
     def result(self) -> list[Reward]:
-        super().add(self.held)
+        super().add(self.held, self.places)
         return super().result()
 
 

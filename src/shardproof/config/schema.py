@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Annotated, Any, Literal, get_args, get_type_hints
@@ -31,6 +32,8 @@ from shardproof.user_code import is_user_name
 
 DtypeName = Literal["float32", "bfloat16", "float16"]
 StrategyName = Literal["fsdp2", "fsdp1"]
+ENGINES = ("embedded", "sharded", "vllm")
+OPTIMIZERS = ("adamw", "muon")
 
 
 def keys_of(kind: type) -> dict[str, Any]:
@@ -47,6 +50,14 @@ def read_none(kind: type, data: Any) -> Any:
         return data
     optional = {name for name, annotation in keys_of(kind).items() if type(None) in get_args(annotation)}
     return {key: None if key in optional and value == "none" else value for key, value in data.items()}
+
+
+def _known_or_users(name: str, known: Iterable[str]) -> str:
+    """`name`, if it is one of `known` or a user's module:name."""
+    if name not in known and not is_user_name(name):
+        hint = did_you_mean(name, known)
+        raise ValueError(f"{name!r} is not one of {', '.join(known)}, or module:name.{hint}")
+    return name
 
 
 class Section(BaseModel):
@@ -98,7 +109,7 @@ class Role(Section):
 class Rollout(Section):
     """How completions are made."""
 
-    engine: Literal["embedded", "sharded", "vllm"] = "embedded"
+    engine: str = "embedded"  # or "sharded", "vllm", or module:name, one of your own: docs/extending.md
     group_size: Count = 8
     max_new_tokens: Tokens = 256
     temperature: Annotated[float, Bound(gt=0.0, le=100.0)] = 1.0
@@ -140,10 +151,7 @@ class Algorithm(Section):
     @field_validator("name")
     @classmethod
     def _is_known(cls, name: str) -> str:
-        if name not in SPECS and not is_user_name(name):
-            hint = did_you_mean(name, SPECS)
-            raise ValueError(f"{name!r} is not one of {', '.join(SPECS)}, or module:name.{hint}")
-        return name
+        return _known_or_users(name, SPECS)
 
 
 class Reward(Section):
@@ -153,6 +161,13 @@ class Reward(Section):
     weight: Annotated[float, Bound(ge=-1e6, le=1e6)] = (
         1.0  # below 0: a penalty; 0: reported, not learned from
     )
+
+
+class Environment(Section):
+    """What answers the policy's turns. Without this section it has one turn."""
+
+    name: str  # module:name of a class whose objects have reply(row, turns): docs/extending.md
+    max_turns: Annotated[int, Field(gt=0, le=1024)] = 4  # of the policy, in one conversation
 
 
 class Data(Section):
@@ -177,15 +192,34 @@ class Rewards(Section):
 
 
 class Optimizer(Section):
-    """AdamW and its schedule."""
+    """The optimizer and its schedule."""
 
+    name: str = "adamw"  # or "muon", or module:name, a class of your own: docs/training.md
     lr: LearningRate = 1e-6
     weight_decay: Coefficient = 0.0
-    betas: tuple[Decay, Decay] = (0.9, 0.95)
+    betas: tuple[Decay, Decay] = (0.9, 0.95)  # of AdamW, also for what Muon leaves to it
+    momentum: Decay | None = None  # of Muon; None: 0.95
+    options: dict[str, bool | int | float | str] = {}  # further arguments of module:name
     schedule: Literal["constant", "cosine"] = "constant"
     warmup_steps: StepsOrNever = 0
     final_ratio: Fraction = 0.0  # of lr, where the cosine ends
     max_grad_norm: Limit | None = 1.0
+
+    @model_validator(mode="after")
+    def _fits_its_name(self) -> Optimizer:
+        is_ours = not is_user_name(_known_or_users(self.name, OPTIMIZERS))
+        if self.momentum is not None and self.name != "muon":
+            raise ValueError(f"momentum is for name='muon', not for {self.name!r}")
+        if self.options and is_ours:
+            raise ValueError(f"options are for an optimizer of yours, module:name, not for {self.name!r}")
+        return self
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """What `make_optimizer` takes by keyword."""
+        momentum = {} if self.momentum is None else {"momentum": self.momentum}
+        chosen = {key: getattr(self, key) for key in ("name", "lr", "weight_decay", "betas")}
+        return self.options | momentum | chosen
 
 
 class Train(Section):
@@ -227,6 +261,7 @@ class Recipe(Section):
     output: Output
     reference: Role | None = None
     critic: Role | None = None
+    environment: Environment | None = None
 
     @model_validator(mode="after")
     def _fits_together(self) -> Recipe:
@@ -236,6 +271,17 @@ class Recipe(Section):
         if problem is not None:
             raise ValueError(problem)
         return self
+
+    @property
+    def user_code(self) -> list[tuple[str, str]]:
+        """(kind, module:name) of what is taken from users' modules, apart from rewards."""
+        named = [
+            ("algorithm", self.algorithm.name),
+            ("engine", self.rollout.engine),
+            ("optimizer", self.optimizer.name),
+            ("environment", self.environment.name if self.environment is not None else ""),
+        ]
+        return [(kind, name) for kind, name in named if is_user_name(name)]
 
     @property
     def canary_tolerance(self) -> float:

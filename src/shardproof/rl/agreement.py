@@ -38,6 +38,7 @@ _FIXES = {
     "recipe": "start every rank with the same recipe and overrides",
     "data": "give every node the same data and tokenizer",
     "rewards": "give every node the same reward modules",
+    "extensions": "give every node the same modules",
 }
 _MAX_KEYS, _MAX_CHARACTERS, _MAX_RANKS = 8, 80, 8
 
@@ -54,7 +55,7 @@ def agree_on(recipe: Recipe, inputs: Inputs | None = None, options: object = Non
 def identity(recipe: Recipe, inputs: Inputs | None = None, options: object = None) -> dict[str, str]:
     """What must be the same on every rank, as {"class/name": value or digest}.
 
-    Data and rewards are part of it once `inputs` are read. `options` are those of the command.
+    Data, rewards and users' own modules are part of it once `inputs` are read. `options` are those of the command.
     """
     found = {"versions/python": platform.python_version()}
     found |= {f"versions/{name}": _version(name) for name in LIBRARIES}
@@ -68,6 +69,8 @@ def identity(recipe: Recipe, inputs: Inputs | None = None, options: object = Non
             found[f"data/tokens of data.{name}"] = _tokens_digest(prompts)
         for spec in recipe.reward.functions if recipe.reward is not None else []:
             found[f"rewards/source of {spec.name}"] = _module_digest(spec.name)
+        for kind, name in recipe.user_code:
+            found[f"extensions/source of the {kind} {name}"] = _module_digest(name)
     return found
 
 
@@ -144,7 +147,7 @@ def _sources_digest(folder: Path) -> str:
 
 
 def _module_digest(name: str) -> str:
-    """A sha256 of the file that a user's reward comes from; built-in ones are part of the code."""
+    """A sha256 of the file that a user's module:name comes from; what is built in is part of the code."""
     module_name, colon, _ = name.partition(":")
     module = sys.modules.get(module_name)
     path, loader = getattr(module, "__file__", None), getattr(module, "__loader__", None)

@@ -20,6 +20,7 @@ from shardproof.rl.reward_functions import find_reward
 from shardproof.rl.stop_ids import find_stop_ids
 from shardproof.rl.templates import panics_as_errors
 from shardproof.shard.plan import plan_shards
+from shardproof.user_code import import_named
 from shardproof.weights.source import check_tokenizer_keys, find_folder, read_config, resolve_folder
 
 
@@ -36,6 +37,8 @@ class Inputs:
 
 def check_inputs(recipe: Recipe) -> Inputs:
     """The run's tokenizer, config and prompts; raises if they or the rewards do not fit together."""
+    for kind, name in recipe.user_code:
+        import_named(kind, name)
     check_algorithm(recipe)
     folder = model_folder(recipe.model.path)
     config = read_config(folder, recipe.model.trust_remote_code)

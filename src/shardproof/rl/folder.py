@@ -12,13 +12,14 @@ import torch
 import torch.distributed as dist
 
 from shardproof.checkpoints.folders import checkpoint_name
-from shardproof.checkpoints.state import save_checkpoint
+from shardproof.checkpoints.resume import resume
+from shardproof.checkpoints.save import save_checkpoint
 from shardproof.config.schema import Recipe
-from shardproof.dist.collectives import exchange, together
+from shardproof.dist.collectives import exchange
 from shardproof.errors import ShardproofError, error_for, fail
 from shardproof.export.pretrained import save_pretrained
 from shardproof.files import FolderLock, append_line, current_folder, replace_folder
-from shardproof.rl.experience import Experience
+from shardproof.rl.data import Prompt, PromptStream
 from shardproof.rl.loggers import (
     EVENTS_NAME,
     LINES,
@@ -41,8 +42,10 @@ from shardproof.rl.place import (
 )
 from shardproof.rl.report import write_report
 from shardproof.rl.same_run import Resume, take_digests
-from shardproof.rl.setup import Run
+from shardproof.rollout.trajectory import Trajectory, reward_of
+from shardproof.shard.sharded_model import ShardedModel
 from shardproof.text import printable
+from shardproof.train.trainer import Trainer
 
 SUPERSEDED = "superseded-"  # checkpoints and models that a run went back behind
 _DAMAGED = ("E407", "E409")
@@ -87,12 +90,14 @@ class RunFolder:
                 "C007", "output", message, fix="use an output.folder that this user may write"
             ) from error
 
-    def check_content(self, run: Run) -> None:
+    def check_content(self, prompts: Sequence[Prompt], held_out: Sequence[Prompt]) -> None:
         """Raise if data or models hold other things than when the run was begun. Only rank 0 looks."""
         if dist.get_rank() == 0:
-            check_content(self._state, self.recipe, run.prompts, run.held_out, self.resume)
+            check_content(self._state, self.recipe, prompts, held_out, self.resume)
 
-    def begin(self, run: Run, step: int, loggers: Sequence[Logger]) -> None:
+    def begin(
+        self, prompts: Sequence[Prompt], held_out: Sequence[Prompt], step: int, loggers: Sequence[Logger]
+    ) -> None:
         """Make the folder this part's: its settings, and its lines up to `step`. Only rank 0 writes."""
         if dist.get_rank() != 0:
             return
@@ -102,7 +107,7 @@ class RunFolder:
             self.outputs += [JsonLines(self.path, step), Progress(recipe.train.steps, step)]
             if recipe.output.tensorboard:
                 self.outputs.append(TensorBoard(self.path))
-            write_settings(self.path, recipe, take_digests(recipe, run.prompts, run.held_out))
+            write_settings(self.path, recipe, take_digests(recipe, prompts, held_out))
         except OSError as error:
             raise _unwritten(f"{error.filename or self.path}: {error.strerror or error}") from error
 
@@ -183,27 +188,30 @@ def _unwritten(problem: str) -> ShardproofError:
     return fail("E408", "output", f"the run's lines could not be written: {problem}.", rank=0, fix=fix)
 
 
-def go_on(run: Run, folder: RunFolder) -> int:
+def resume_last(folder: RunFolder, policy: Trainer, critic: Trainer | None, stream: PromptStream) -> int:
     """Load the last checkpoint, or the one that was asked for; returns the number of steps taken.
+
+    Settings of optimizer and schedule stay the recipe's: what the user allowed to change takes effect, at once.
 
     Collective: every rank.
     """
-    with together("output"):
-        folder.check_content(run)
     chosen = folder.resume.from_step
     found = checkpoint_steps(folder.path / CHECKPOINTS) if chosen is None else (chosen,) * bool(chosen)
     if not any(exchange(bool(found))):
         return 0
-    policy, critic = run.policy, run.critic
     which = "latest" if chosen is None else checkpoint_name(chosen)
     try:
-        extra = policy.resume(folder.path / CHECKPOINTS, which)
+        extra = _resume(folder.path / CHECKPOINTS, policy, which)
         if critic is not None:
-            critic.resume(folder.path / CRITIC, checkpoint_name(extra["step"]))
+            _resume(folder.path / CRITIC, critic, checkpoint_name(extra["step"]))
     except ShardproofError as error:
         raise _with_older(error, found) from error
-    run.stream.position = extra["position"]
+    stream.position = extra["position"]
     return int(extra["step"])
+
+
+def _resume(folder: Path, trained: Trainer, which: str) -> dict[str, Any]:
+    return resume(folder, trained.model, trained.optimizer, trained.scheduler, which, keep_settings=True)
 
 
 def _with_older(error: ShardproofError, steps: Sequence[int]) -> ShardproofError:
@@ -215,17 +223,17 @@ def _with_older(error: ShardproofError, steps: Sequence[int]) -> ShardproofError
     return error_for([replace(finding, fix=fix) for finding in error.findings])
 
 
-def save(run: Run, folder: RunFolder, step: int) -> None:
+def save(folder: RunFolder, policy: Trainer, critic: Trainer | None, stream: PromptStream, step: int) -> None:
     """Checkpoint everything. The policy's is written last: it is the one that says a step is complete.
 
     Collective: every rank.
     """
-    keep, policy, critic = run.recipe.output.keep, run.policy, run.critic
+    keep = folder.recipe.output.keep
     if critic is not None:
         save_checkpoint(
             folder.path / CRITIC, critic.model, critic.optimizer, critic.scheduler, step=step, keep=keep + 1
         )
-    extra = {"step": step, "position": run.stream.position}
+    extra = {"step": step, "position": stream.position}
     save_checkpoint(
         folder.path / CHECKPOINTS,
         policy.model,
@@ -237,11 +245,11 @@ def save(run: Run, folder: RunFolder, step: int) -> None:
     )
 
 
-def save_model(run: Run, folder: RunFolder, step: int) -> None:
+def save_model(folder: RunFolder, policy: ShardedModel, step: int) -> None:
     """Write the final model, once a run is complete. Collective: every rank."""
-    name = run.recipe.output.model_dtype
+    name = folder.recipe.output.model_dtype
     dtype = "checkpoint" if name is None else getattr(torch, name)
-    folder.note(step, "receipt", str(save_pretrained(run.policy.model, folder.path / MODEL, dtype)))
+    folder.note(step, "receipt", str(save_pretrained(policy, folder.path / MODEL, dtype)))
 
 
 def report(folder: RunFolder, step: int) -> None:
@@ -256,14 +264,11 @@ def report(folder: RunFolder, step: int) -> None:
         print(printable(text), file=sys.stderr)
 
 
-def write_samples(run: Run, experience: Experience, folder: RunFolder, step: int) -> None:
-    """Keep some of the step's completions with their rewards."""
+def write_samples(folder: RunFolder, trajectories: Sequence[Trajectory], step: int) -> None:
+    """Keep some of the step's completions with their rewards. Only rank 0 writes."""
     if dist.get_rank() != 0:
         return
-    lines = [
-        {"step": step, "prompt": group.prompt.text, "completion": text, "reward": reward, "rewards": parts}
-        for group in experience.groups
-        for text, reward, parts in zip(group.texts, group.rewards, group.parts, strict=True)
-    ]
-    for line in lines[: run.recipe.output.samples_per_step]:
-        folder.append(SAMPLES_NAME, line)
+    for trajectory in trajectories[: folder.recipe.output.samples_per_step]:
+        reward = reward_of(trajectory)
+        line = {"prompt": trajectory.facts["prompt"], "completion": trajectory.text, "reward": reward.trained}
+        folder.append(SAMPLES_NAME, {"step": step, **line, "rewards": dict(reward.parts)})

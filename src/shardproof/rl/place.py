@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -85,7 +85,7 @@ def _check_folder(recipe: Recipe, resume: Resume) -> State:
 
 
 def check_content(
-    state: State, recipe: Recipe, prompts: list[Prompt], held_out: list[Prompt], resume: Resume
+    state: State, recipe: Recipe, prompts: Sequence[Prompt], held_out: Sequence[Prompt], resume: Resume
 ) -> None:
     """Raise if data or models hold other things than when the run in this state was begun."""
     if state.is_used and state.digests and resume.from_step != 0:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,7 @@ FIXED = {
     *("rollout.engine", "rollout.group_size", "rollout.max_new_tokens", "rollout.temperature"),
     *("rollout.top_p", "rollout.max_version_lag"),
     "algorithm",
+    "environment",
     *("data.prompt_column", "data.answer_column", "data.completion_column", "data.chat"),
     *("reward.functions", "reward.on_error"),
     "optimizer",
@@ -152,7 +153,9 @@ def refuse_changes(folder: Path, changes: Iterable[Change], resume: Resume) -> N
     )
 
 
-def take_digests(recipe: Recipe, prompts: list[Prompt], held_out: list[Prompt]) -> dict[str, dict[str, str]]:
+def take_digests(
+    recipe: Recipe, prompts: Sequence[Prompt], held_out: Sequence[Prompt]
+) -> dict[str, dict[str, str]]:
     """What the run's sources hold: rows of data, and each model's files with a sample of its weights."""
     found = {"data.train": _rows_of(prompts)}
     if held_out:
@@ -168,7 +171,7 @@ def take_digests(recipe: Recipe, prompts: list[Prompt], held_out: list[Prompt]) 
     return found
 
 
-def _rows_of(prompts: list[Prompt]) -> dict[str, str]:
+def _rows_of(prompts: Sequence[Prompt]) -> dict[str, str]:
     return {"rows": str(len(prompts)), "sha256": rows_digest(prompts)[:16]}
 
 

@@ -1,145 +1,144 @@
-"""The parts of a run on this rank: roles, engine, data, optimizers."""
+"""The parts of a run on this rank: models, engine, data, optimizers."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
+from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch.optim.lr_scheduler import LambdaLR
 from transformers import PretrainedConfig
 
-from shardproof.checkpoints.state import resume
-from shardproof.config.schema import Recipe, Rewards, Role
+from shardproof.config.schema import Recipe, Rewards, Role, Rollout
 from shardproof.dist.collectives import exchange, together
 from shardproof.dist.launch import init_distributed
 from shardproof.dist.mesh import make_mesh
+from shardproof.errors import fail
 from shardproof.export.stream import WeightStream
+from shardproof.model.families import max_positions
 from shardproof.rl.agreement import agree_on
-from shardproof.rl.checks import check_inputs, make_lora
-from shardproof.rl.data import Prompt, PromptStream
+from shardproof.rl.algorithms.base import Algorithm
+from shardproof.rl.algorithms.registry import make_algorithm
+from shardproof.rl.checks import Inputs, check_inputs, make_lora
+from shardproof.rl.data import Prompt, PromptStream, Share
+from shardproof.rl.environment import make_conversation
+from shardproof.rl.experience import Scorers
 from shardproof.rl.rewards import RewardRunner, RewardSpec
+from shardproof.rl.rollouts import Sampler
 from shardproof.rollout.engine import Engine, Sampling
 from shardproof.rollout.local import EmbeddedEngine, ShardedEngine
 from shardproof.shard.load import load
 from shardproof.shard.sharded_model import ShardedModel
 from shardproof.train.optim import make_optimizer, make_schedule
+from shardproof.train.trainer import Trainer
+from shardproof.user_code import import_named, is_user_name
 from shardproof.weights.source import RandomInit
 
 
-@dataclass
-class Trained:
-    """A model that is trained, with its optimizer and schedule."""
-
-    model: ShardedModel
-    optimizer: torch.optim.Optimizer
-    scheduler: LambdaLR
-
-    def resume(self, folder: Path, which: str) -> dict[str, Any]:
-        """Load a checkpoint; returns its `extra`. Collective: every rank.
-
-        Settings of optimizer and schedule stay the recipe's: what the user allowed to change takes effect, at once.
-        """
-        groups, scheduler = self.optimizer.param_groups, self.scheduler
-        settings = [{key: value for key, value in group.items() if key != "params"} for group in groups]
-        base_lrs = list(scheduler.base_lrs)
-        extra = resume(folder, self.model, self.optimizer, scheduler, which)
-        scheduler.base_lrs = base_lrs
-        ratios = [ratio(scheduler.last_epoch) for ratio in scheduler.lr_lambdas]
-        scheduler._last_lr = [base * ratio for base, ratio in zip(base_lrs, ratios, strict=True)]
-        for group, given, lr in zip(groups, settings, scheduler._last_lr, strict=True):
-            group.update(given | {"lr": lr})
-        return extra
-
-
-@dataclass
+@dataclass(frozen=True)
 class Run:
-    """Everything a step needs."""
+    """The parts of a run. The loop hands each function those that it reads."""
 
     recipe: Recipe
-    tokenizer: Any
-    policy: Trained
-    reference: ShardedModel | None  # None: the policy's base with adapters off, or no KL at all
-    critic: Trained | None
-    engine: Engine
+    algorithm: Algorithm
+    policy: Trainer
+    critic: Trainer | None
+    scorers: Scorers
+    sampler: Sampler
     weights: WeightStream  # what the engine is sent
     prompts: list[Prompt]
     held_out: list[Prompt]
-    eval_prompts: list[Prompt]  # the first of those held out
     stream: PromptStream
-    rewards: RewardRunner | None  # None: imitation without held-out completions to score
     sampling: Sampling
-
-    @property
-    def imitates(self) -> bool:
-        """The completions are given (SFT), not sampled."""
-        return self.recipe.algorithm.name == "sft"
-
-    @property
-    def data_rank(self) -> int:
-        """Which share of the prompts this rank takes; ranks of one sequence-parallel group take the same."""
-        return dist.get_rank() // self.policy.model.sequence_parallel
-
-    @property
-    def data_size(self) -> int:
-        return dist.get_world_size() // self.policy.model.sequence_parallel
+    share: Share  # of the prompts, that this rank takes
 
 
 def set_up(recipe: Recipe) -> Run:
-    """Load every role and part of a run. Collective: every rank."""
+    """Load every model and part of a run. Collective: every rank."""
     init_distributed()
     with together("data"):
         inputs = check_inputs(recipe)
+        algorithm = make_algorithm(recipe.algorithm, recipe.rollout)
     agree_on(recipe, inputs)
-    imitate = recipe.algorithm.name == "sft"
     policy = _load_role(recipe, None, "policy", inputs.config)
-    needs_reference = recipe.algorithm.kl_coef > 0 and recipe.model.lora is None
+    needs_reference = "ref_logps" in algorithm.columns and recipe.model.lora is None
     reference = _load_role(recipe, recipe.reference, "reference", inputs.config) if needs_reference else None
     critic = None
-    if recipe.algorithm.name == "ppo":
+    if algorithm.spec.has_critic:
         section = recipe.critic or Role()
-        critic = _trained(recipe, _load_role(recipe, section, "critic", inputs.config), section.lr)
-    # Imitation samples for its evaluation alone, and a replica would have to be kept up to date for that.
-    size = recipe.rollout.batch_size
-    engine = ShardedEngine(policy, size) if imitate else make_engine(recipe, policy)
-    trained = _trained(recipe, policy, None)
+        critic = _trainer(recipe, _load_role(recipe, section, "critic", inputs.config), section.lr)
+    # SFT samples for its evaluation alone, and a replica would have to be kept up to date for that.
+    engine = (
+        make_engine(recipe, policy)
+        if algorithm.spec.samples
+        else ShardedEngine(policy, recipe.rollout.batch_size)
+    )
+    trainer = _trainer(recipe, policy, None)
     rollout = recipe.rollout
     # One of the hosts may have a file that another lacks.
     stop_ids = tuple(sorted({token for row in exchange(list(inputs.stop_ids)) for token in row}))
     return Run(
         recipe=recipe,
-        tokenizer=inputs.tokenizer,
-        policy=trained,
-        reference=reference,
+        algorithm=algorithm,
+        policy=trainer,
         critic=critic,
-        engine=engine,
+        scorers=Scorers(
+            policy,
+            reference,
+            critic.model if critic is not None else None,
+            rollout.temperature,
+            recipe.train.micro_batch_tokens,
+        ),
+        sampler=_make_sampler(recipe, inputs, engine, trainer),
         weights=WeightStream(policy, policy.settings.compute_dtype),
         prompts=inputs.prompts,
         held_out=inputs.held_out,
-        eval_prompts=inputs.held_out[: recipe.output.eval_prompts],
         stream=PromptStream(len(inputs.prompts), recipe.train.seed),
-        rewards=_start_rewards(recipe.reward, engine),
         sampling=Sampling(rollout.max_new_tokens, rollout.temperature, rollout.top_p, stop_ids),
+        share=Share(dist.get_rank(), dist.get_world_size(), policy.sequence_parallel),
     )
 
 
-def _start_rewards(settings: Rewards | None, engine: Engine) -> RewardRunner | None:
-    """The rewards' workers on every rank, or on none: what one rank cannot start, all of them raise, and end the rest.
+def _make_sampler(recipe: Recipe, inputs: Inputs, engine: Engine, policy: Trainer) -> Sampler:
+    """What samples, with the rewards' workers on every rank, or on none: what one rank cannot start, all of them raise.
 
     Collective: every rank.
     """
     rewards = None
     try:
         with together("reward"):
-            rewards = _make_rewards(settings)
+            rewards = _make_rewards(recipe.reward)
+            conversation = make_conversation(
+                recipe.environment, inputs.tokenizer, max_positions(inputs.config)
+            )
     except BaseException:
         if rewards is not None:
             rewards.close()
         engine.close()
         raise
-    return rewards
+    lending = partial(_lending, policy) if recipe.rollout.offload_policy else nullcontext
+    return Sampler(
+        engine,
+        inputs.tokenizer,
+        rewards,
+        policy.model,
+        recipe.train.seed,
+        recipe.rollout.max_version_lag,
+        conversation,
+        lending,
+    )
+
+
+@contextmanager
+def _lending(policy: Trainer) -> Iterator[None]:
+    """Lend the policy's device memory to the engine inside the block."""
+    policy.model.offload(policy.optimizer)
+    try:
+        yield
+    finally:
+        policy.model.onload()
 
 
 def _make_rewards(settings: Rewards | None) -> RewardRunner | None:
@@ -163,8 +162,19 @@ def make_engine(recipe: Recipe, policy: ShardedModel) -> Engine:
             settings = replace(settings, args=[*settings.args, "--trust-remote-code"])
         return VllmEngine(policy, settings, recipe.canary_tolerance, rollout.batch_size, rollout.sleep)
     with together("rollout"):  # a replica may fit the memory of some ranks and not of others
+        if is_user_name(recipe.rollout.engine):
+            return _users_engine(recipe.rollout, policy)
         kind = EmbeddedEngine if recipe.rollout.engine == "embedded" else ShardedEngine
         return kind(policy, recipe.rollout.batch_size)
+
+
+def _users_engine(rollout: Rollout, policy: ShardedModel) -> Engine:
+    engine: Engine = import_named("engine", rollout.engine)(policy, rollout)
+    missing = [name for name in vars(Engine) if not name.startswith("_") and not hasattr(engine, name)]
+    if missing:
+        message = f"engine {rollout.engine!r} has no {', '.join(missing)}."
+        raise fail("C001", "rollout", message, fix="see docs/extending.md")
+    return engine
 
 
 def _load_role(recipe: Recipe, section: Role | None, role: str, config: PretrainedConfig) -> ShardedModel:
@@ -189,14 +199,9 @@ def _load_role(recipe: Recipe, section: Role | None, role: str, config: Pretrain
     )
 
 
-def _trained(recipe: Recipe, model: ShardedModel, lr: float | None) -> Trained:
+def _trainer(recipe: Recipe, model: ShardedModel, lr: float | None) -> Trainer:
     settings = recipe.optimizer
-    optimizer = make_optimizer(
-        model, settings.lr if lr is None else lr, settings.weight_decay, settings.betas
-    )
+    optimizer = make_optimizer(model, **(settings.arguments | ({} if lr is None else {"lr": lr})))
     total = recipe.train.steps * recipe.algorithm.updates_per_batch
-    return Trained(
-        model,
-        optimizer,
-        make_schedule(optimizer, settings.schedule, settings.warmup_steps, total, settings.final_ratio),
-    )
+    schedule = make_schedule(optimizer, settings.schedule, settings.warmup_steps, total, settings.final_ratio)
+    return Trainer(model, optimizer, schedule)

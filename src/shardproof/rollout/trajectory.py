@@ -98,3 +98,9 @@ class Trajectory:
         )
         reward = None if given["reward"] is None else Reward(**given["reward"])
         return cls(**{**given, "segments": segments, "reward": reward})
+
+
+def reward_of(trajectory: Trajectory) -> Reward:
+    """The trajectory's reward, which must be there."""
+    assert trajectory.reward is not None, "nothing has rewarded this trajectory"
+    return trajectory.reward

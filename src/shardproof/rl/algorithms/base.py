@@ -12,7 +12,7 @@ from shardproof.config.algorithms import AlgorithmSpec
 from shardproof.config.schema import Algorithm as Settings
 from shardproof.config.schema import Rollout
 from shardproof.rl.advantages import overlong_penalty
-from shardproof.rollout.trajectory import Reward, Trajectory
+from shardproof.rollout.trajectory import Trajectory, reward_of
 from shardproof.train.batching import Batch, weigh
 from shardproof.train.loss import Loss, Surrogate, kl_estimate, policy_gradient
 
@@ -113,12 +113,6 @@ class Algorithm:
             kl = kl_estimate(batch.flat("old_logps"), batch.flat("ref_logps"), self.settings.kl_estimator)
             row -= self.settings.kl_coef * kl * batch.flat("mask")
         return batch.rows(row)
-
-
-def reward_of(trajectory: Trajectory) -> Reward:
-    """The trajectory's reward, which advantages cannot do without."""
-    assert trajectory.reward is not None, "nothing has rewarded this trajectory"
-    return trajectory.reward
 
 
 def without_failed(batch: Batch, trajectories: Sequence[Trajectory]) -> Batch:

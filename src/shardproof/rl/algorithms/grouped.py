@@ -10,8 +10,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from shardproof.config.algorithms import SPECS
 from shardproof.rl.advantages import group_centred, group_normalised, leave_one_out
-from shardproof.rl.algorithms.base import Algorithm, reward_of, without_failed
-from shardproof.rollout.trajectory import Trajectory
+from shardproof.rl.algorithms.base import Algorithm, without_failed
+from shardproof.rollout.trajectory import Trajectory, reward_of
 from shardproof.train.batching import Batch
 
 

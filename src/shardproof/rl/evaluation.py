@@ -1,0 +1,56 @@
+"""Evaluation: what completions of held-out prompts are worth."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shardproof.dist.collectives import exchange
+from shardproof.rl.data import Prompt, Share
+from shardproof.rl.experience import in_groups, known_rewards
+from shardproof.rl.rollouts import Sampler, await_rewards
+from shardproof.rollout.engine import Sampling
+from shardproof.rollout.trajectory import Trajectory
+
+
+def evaluate(
+    sampler: Sampler,
+    prompts: Sequence[Prompt],
+    sampling: Sampling,
+    num_samples: int,
+    step: int,
+    share: Share,
+) -> dict[str, float]:
+    """Mean rewards and pass@k on held-out prompts.
+
+    Rewards are what the functions say: penalties shape what is learned, and say nothing about how good it is.
+
+    Collective: every rank.
+    """
+    mine = share.of(list(enumerate(prompts)))
+    with sampler.pending() as pending:
+        # A step number that training never has keeps evaluation's draws apart from training's.
+        trajectories = sampler.roll_out(mine, num_samples, -1 - step, sampling, pending)
+        trajectories, _ = await_rewards(trajectories, pending)
+    return _metrics(trajectories, num_samples, sampler.reward_names, share)
+
+
+def _metrics(
+    trajectories: Sequence[Trajectory], num_samples: int, names: Sequence[str], share: Share
+) -> dict[str, float]:
+    """Means over the held-out completions of all ranks. A prompt is passed if a completion has 1 of the first reward.
+
+    Collective: every rank.
+    """
+    mine = []
+    for group in in_groups(trajectories):
+        known = known_rewards(group)
+        mine.append([[r.total for r in known], [dict(r.parts) for r in known], len(group) - len(known)])
+    every = [group for row in share.once(exchange(mine)) for group in row]
+    totals = [total for known, _, _ in every for total in known]
+    parts = [part for _, known, _ in every for part in known]
+    passed = [any(part[names[0]] >= 1.0 for part in known) for _, known, _ in every]
+    num = max(len(totals), 1)
+    metrics = {"eval/reward": sum(totals) / num}
+    metrics |= {f"eval/{name}": sum(part[name] for part in parts) / num for name in names}
+    metrics[f"eval/pass@{num_samples}"] = sum(passed) / len(passed)
+    return metrics | {"eval/failed": float(sum(failed for _, _, failed in every))}

@@ -1,0 +1,52 @@
+"""The hand-over of weights to the engine, and the proof that it samples from them."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from shardproof.bounds import largest, within
+from shardproof.dist.collectives import exchange
+from shardproof.errors import fail
+from shardproof.export.stream import WeightStream
+from shardproof.findings import Finding
+from shardproof.rollout.engine import Engine, Request, Sampling, generate
+from shardproof.shard.sharded_model import ShardedModel
+from shardproof.train.score import logprobs
+
+_CANARY_TOKENS = 8
+
+
+def hand_over(
+    engine: Engine, weights: WeightStream, canary: Request, sampling: Sampling, tolerance: float
+) -> tuple[dict[str, float], list[Finding]]:
+    """Send the weights to the engine, and prove on a canary that it samples from them: (metrics, the receipt's findings).
+
+    Collective: every rank.
+    """
+    started = time.perf_counter()
+    receipt = engine.load_weights(weights)
+    synced = time.perf_counter()
+    gap = engine.canary_gap
+    if gap is None:
+        gap = canary_gap(engine, weights.policy, canary, sampling)
+    if not within(gap, tolerance):
+        message = f"their log-probs of the canary differ by {gap:.3g}, allowed is {tolerance:g}."
+        raise fail("R503", "sync", f"after version {weights.policy.version} {message}")
+    return {"time/sync": synced - started, "canary/gap": gap}, list(receipt.findings)
+
+
+def canary_gap(engine: Engine, policy: ShardedModel, canary: Request, sampling: Sampling) -> float:
+    """The largest difference between the engine's and the trainer's log-probs of a few sampled tokens, over ranks.
+
+    Collective: every rank.
+    """
+    num_tokens = min(_CANARY_TOKENS, sampling.max_new_tokens)
+    # The whole distribution, to the end: a nucleus has other log-probs, and a stop token would leave too few.
+    plain = Sampling(num_tokens, sampling.temperature)
+    (trajectory,) = generate(engine, [canary], plain)
+    (trained,) = logprobs(policy, [list(trajectory.tokens)], sampling.temperature)
+    (drawn,) = trajectory.sampled
+    gap = (trained.cpu()[-len(drawn.tokens) :] - torch.tensor(drawn.logprobs)).abs().max()
+    return largest(exchange(float(gap)))

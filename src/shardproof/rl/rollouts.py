@@ -1,0 +1,141 @@
+"""From prompts to trajectories: what the policy says, what an environment answers, and what all of it is worth."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch.distributed as dist
+
+from shardproof.dist.collectives import raise_together
+from shardproof.findings import Finding
+from shardproof.rl.algorithms.base import Algorithm
+from shardproof.rl.data import Prompt, sample_seed
+from shardproof.rl.environment import Conversation
+from shardproof.rl.reward_failures import result_together
+from shardproof.rl.rewards import PendingRewards, RewardRunner
+from shardproof.rl.templates import panics_as_errors
+from shardproof.rollout.engine import Engine, Request, Sampling, answers
+from shardproof.rollout.trajectory import Trajectory
+from shardproof.shard.sharded_model import ShardedModel
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """What makes a run's trajectories on this rank."""
+
+    engine: Engine
+    tokenizer: Any
+    rewards: RewardRunner | None  # None: nothing is scored, and nothing sampled
+    policy: ShardedModel  # whose weights the engine samples from
+    seed: int
+    max_lag: int = 0  # how many versions older than the policy's a trajectory may be
+    conversation: Conversation | None = None  # None: the policy has one turn
+    lending: Callable[[], AbstractContextManager[object]] = (
+        nullcontext  # of the policy's memory, while it samples
+    )
+
+    def pending(self) -> PendingRewards:
+        """Rewards of trajectories still to be sampled."""
+        assert self.rewards is not None, "nothing scores these completions"
+        return self.rewards.start()
+
+    @property
+    def reward_names(self) -> list[str]:
+        return [spec.name for spec in self.rewards.specs] if self.rewards is not None else []
+
+    def close(self) -> None:
+        """End the engine and the rewards' workers."""
+        self.engine.close()
+        if self.rewards is not None:
+            self.rewards.close()
+
+    def roll_out(
+        self,
+        asked: Sequence[tuple[int, Prompt]],
+        size: int,
+        step: int,
+        sampling: Sampling,
+        pending: PendingRewards,
+    ) -> list[Trajectory]:
+        """`size` trajectories of each (group, prompt), in this order; `pending` gets them as they come.
+
+        The draws depend on seed, step, group and place in the group, and on nothing else. Collective: every rank.
+        """
+        prompts = [prompt for _, prompt in asked for _ in range(size)]
+        requests = [
+            Request(
+                Trajectory.of_prompt(prompt.tokens, group, sample),
+                sample_seed(self.seed, step, group * size + sample),
+            )
+            for group, prompt in asked
+            for sample in range(size)
+        ]
+        found: dict[int, Trajectory] = {}
+        with self.lending():
+            for ready in self._turns(requests, prompts, sampling):
+                said = {place: self._with_text(t, prompts[place]) for place, t in ready}
+                pending.add([(prompts[k].text, t.text, prompts[k].row) for k, t in said.items()], list(said))
+                found |= said
+        trajectories = [found[place] for place in range(len(requests))]
+        _check_usable(trajectories, self.policy.version, self.max_lag)
+        return trajectories
+
+    def _turns(
+        self, requests: Sequence[Request], prompts: Sequence[Prompt], sampling: Sampling
+    ) -> Iterator[list[tuple[int, Trajectory]]]:
+        """(place, trajectory) of those that are over, as they come. Collective: every rank."""
+        if self.conversation is None:
+            yield from answers(self.engine, requests, sampling)
+        else:
+            yield from self.conversation.turns(self.engine, requests, [p.row for p in prompts], sampling)
+
+    def _with_text(self, trajectory: Trajectory, prompt: Prompt) -> Trajectory:
+        """With the prompt's text, and what was said after it, without the token that ended it."""
+        said = trajectory.tokens[len(prompt.tokens) :]
+        with panics_as_errors():
+            text = self.tokenizer.decode(said[:-1] if trajectory.finished else said, skip_special_tokens=True)
+        return replace(trajectory, text=text, facts={**trajectory.facts, "prompt": prompt.text})
+
+
+def _check_usable(trajectories: Sequence[Trajectory], version: int, max_lag: int) -> None:
+    """Raise on every rank if trajectories must not be trained on: weights older than allowed, log-probs that are not numbers.
+
+    Collective: every rank.
+    """
+    findings = []
+    for trajectory in trajectories:
+        drawn = trajectory.version
+        if drawn is None or not version - max_lag <= drawn <= version:
+            message = f"completions come from version [{drawn}], the policy is {version}, the lag allowed is {max_lag}."
+            findings.append(Finding("R501", "rollout", message))
+            break
+    for number, trajectory in enumerate(trajectories):
+        logprobs = [logp for segment in trajectory.sampled for logp in segment.logprobs or ()]
+        odd = [k for k, logp in enumerate(logprobs) if logp is None or not math.isfinite(logp)]
+        if odd:
+            message = f"the engine's log-prob of token {odd[0]} of sequence {number} is {logprobs[odd[0]]}."
+            findings.append(Finding("R503", "rollout", message, rank=dist.get_rank()))
+            break
+    raise_together(findings)
+
+
+def await_rewards(
+    trajectories: Sequence[Trajectory], pending: PendingRewards, algorithm: Algorithm | None = None
+) -> tuple[list[Trajectory], float]:
+    """(the trajectories with their rewards and the algorithm's penalties, the seconds that were spent waiting).
+
+    Collective: every rank.
+    """
+    started = time.perf_counter()
+    rewards = result_together(pending)
+    waited_s = time.perf_counter() - started
+    rewarded = []
+    for trajectory, reward in zip(trajectories, rewards, strict=True):
+        penalty = algorithm.penalty(trajectory) if algorithm is not None else 0.0
+        rewarded.append(replace(trajectory, reward=replace(reward, penalty=penalty)))
+    return rewarded, waited_s
