@@ -155,12 +155,9 @@ def save_and_die(source, root, where, victim, background, options):
         ("before the write", 1, False),
         ("before its data", 0, True),
         ("before its data", 1, False),
-        ("before its data", 1, True),
-        ("after its data", 0, False),
         ("after its data", 1, True),
         ("before publication", 0, True),
         ("before publication", 1, False),
-        ("before the rename", 0, False),
         ("before the rename", 0, True),
     ],
 )
@@ -252,9 +249,16 @@ def save_and_fail(source, root, where, victim, background):
     return message, left, resumed, second, hooks
 
 
-@pytest.mark.parametrize("background", [False, True], ids=["foreground", "background"])
 @pytest.mark.parametrize(
-    ("where", "victim"), [("data", 0), ("data", 1), ("index", 0), ("state", 0), ("rename", 0)]
+    ("where", "victim", "background"),
+    [
+        ("data", 0, True),
+        ("data", 1, False),
+        ("index", 0, True),
+        ("state", 0, False),
+        ("rename", 0, False),
+        ("rename", 0, True),
+    ],
 )
 def test_a_full_disk(source, tmp_path, where, victim, background):
     replies = run_ranks(2, save_and_fail, source, tmp_path, where, victim, background, timeout=40)

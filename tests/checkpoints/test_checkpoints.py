@@ -159,8 +159,7 @@ def whole_runs(main_sources):
     return run
 
 
-@pytest.mark.parametrize("background", [False, True], ids=["foreground", "background"])
-@pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2"])
+@pytest.mark.parametrize(("strategy", "background"), [("fsdp1", True), ("fsdp2", False)])
 def test_the_resumed_run_is_the_uninterrupted_one_to_the_bit(
     main_sources, whole_runs, tmp_path, strategy, background
 ):

@@ -67,17 +67,17 @@ def train(folder: str, options: dict[str, Any]) -> tuple[bool, list[Any], list[i
 
 
 @pytest.mark.parametrize(
-    ("family", "options"),
+    ("num_ranks", "family", "options"),
     [
-        ("qwen3_tied", {}),
-        ("qwen3_moe", {"checkpoint_activations": 2, "sequence_parallel": 2}),
+        (1, "qwen3_tied", {}),
+        (2, "qwen3_moe", {"checkpoint_activations": 2, "sequence_parallel": 2}),
     ],
     ids=str,
 )
-def test_the_same_numbers_from_one_compilation(tmp_path, family, options):
+def test_the_same_numbers_from_one_compilation(tmp_path, num_ranks, family, options):
     folder = str(make_checkpoint(tmp_path, family))
-    plain = run_ranks(2, train, folder, {**options, "compile": False})
-    compiled = run_ranks(2, train, folder, {**options, "compile": True})
+    plain = run_ranks(num_ranks, train, folder, {**options, "compile": False})
+    compiled = run_ranks(num_ranks, train, folder, {**options, "compile": True})
     for (was, expected, _), (now, found, graphs) in zip(plain, compiled, strict=True):
         assert (was, now) == (False, True)
         for one, other in zip(found, expected, strict=True):

@@ -121,9 +121,9 @@ def step_with_bad_gradient(options, bad_rank, value, max_grad_norm):
 
 
 @pytest.mark.parametrize(
-    ("value", "max_grad_norm"), [(math.nan, 1.0), (math.inf, None)], ids=["nan_clipped", "inf_unclipped"]
+    ("layout", "value", "max_grad_norm"),
+    [*((layout, math.nan, 1.0) for layout in OPTIONS), ("fsdp1", math.inf, None), ("fsdp2", math.inf, None)],
 )
-@pytest.mark.parametrize("layout", OPTIONS)
 def test_gradient_of_one_rank(layout, value, max_grad_norm):
     num_ranks = 4 if layout.startswith("hsdp") else 2
     bad_rank = num_ranks - 1
