@@ -21,6 +21,7 @@ from shardproof.rollout.vllm_server import Served, VllmSettings, arguments
 from shardproof.rollout.vllm_versions import interface_of
 from tests.models import make_checkpoint
 from tests.ranks import run_ranks
+from tests.rl.runs import run_recipe, small_recipe, trajectory
 
 pytestmark = pytest.mark.distributed
 
@@ -145,6 +146,22 @@ def test_an_engine_that_sleeps_gives_its_memory_up_and_gets_it_back(folder):
         assert "R501 load_weights: the engine is asleep" in found["load"]
         assert "R501 generate: the engine has no weights yet." in found["awake"]
         assert found["same"] and found["fixed"]
+
+
+def run_and_count(recipe: str) -> int:
+    """How often the engine of a run has slept."""
+    slept, sleep = [], EmbeddedEngine.sleep
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(EmbeddedEngine, "sleep", lambda self: (slept.append(self), sleep(self)))
+        run_recipe(recipe)
+    return len(slept)
+
+
+def test_a_run_is_the_same_whether_its_engine_sleeps_or_not(tmp_path):
+    for sleeps in ("true", "false"):
+        recipe = small_recipe(tmp_path / sleeps, f"rollout.sleep={sleeps}", "output.save_model=false")
+        assert run_ranks(2, run_and_count, recipe) == [2 if sleeps == "true" else 0] * 2
+    assert trajectory(tmp_path / "true") == trajectory(tmp_path / "false") != []
 
 
 @pytest.mark.parametrize(
