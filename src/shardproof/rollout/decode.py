@@ -74,7 +74,7 @@ def decode(
 class _Running:
     """The rows that are still being completed: prompts padded on the left, one cache for all.
 
-    Before `fan_out` there is a row for each prompt, after it one for each request.
+    There is one row per prompt before `fan_out`, and one per request after it.
     """
 
     def __init__(self, requests: Sequence[Request], config: Any, device: torch.device):
@@ -156,7 +156,7 @@ def draw(
 def choose(
     logits: torch.Tensor, uniform: torch.Tensor, sampling: Sampling
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(token, its log-prob) for each row, by the row's number in [0, 1). Waits for nothing on a device."""
+    """(token, its log-prob) for each row, by the row's number in [0, 1). Never waits for the device."""
     if sampling.temperature == 0:
         every = torch.log_softmax(logits.float(), dim=-1)
         tokens = every.argmax(dim=-1)
@@ -177,8 +177,8 @@ def _weigh(logits: torch.Tensor, temperature: float) -> torch.Tensor:
 def _invert(blocks: torch.Tensor, uniform: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(which of `size` entries makes each row's running sum of weights pass its share of the total, its log-prob).
 
-    The running sum goes over blocks first, and then through the one that is passed: over a whole vocabulary it is a
-    long chain, on which a device with few rows would spend a good part of a step.
+    The running sum goes over blocks first, and then through the one block in which it passes the share: over a whole
+    vocabulary it is a long chain of additions, which would take a good part of a step with few rows.
     """
     ends = blocks.sum(-1, dtype=torch.float64).cumsum(-1)
     total = ends[:, -1]
@@ -204,7 +204,7 @@ def _nucleus(weights: torch.Tensor, top_p: float) -> torch.Tensor:
 def uniform_numbers(seeds: Sequence[int], step: int | np.ndarray) -> np.ndarray:
     """A number in [0, 1) for each seed that depends on (seed, step) alone: SplitMix64's stream of the seed, at `step`.
 
-    For a column of steps, a row for each.
+    For a column of steps, one row per step.
     """
     steps = (np.atleast_1d(step).astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     state = np.array(seeds, np.uint64) + steps

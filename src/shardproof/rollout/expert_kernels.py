@@ -17,9 +17,9 @@ from shardproof.model.experts import grouped_experts
 from shardproof.rollout.kernels import EARLY_LAUNCH, begin, rows_at_a_time
 
 FEW_ROWS = "shardproof_few_rows"
-# For more rows, an expert computes too many that do not visit it.
+# With more rows, experts compute too many that do not visit them.
 _MAX_ROWS = 64
-# Found by trying, on an H200 with 32 rows: blocks of a weight, and how many of them are on their way at a time.
+# Tuned on an H200 with 32 rows: the block sizes of a weight, and how many blocks are loaded ahead.
 _GATE_UP = {"BLOCK_N": 64, "BLOCK_K": 64, "num_stages": 5}
 _DOWN = {"BLOCK_N": 64, "BLOCK_K": 128, "num_stages": 3}
 

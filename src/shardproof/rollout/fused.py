@@ -1,8 +1,8 @@
 """A decoding step through kernels of our own, for models built as most are: RMS norms, rotary attention, a gated MLP.
 
-Seven kernels a layer read each weight once. Where experts stand in the MLP's place, its module routes the tokens, and
-its experts run through two kernels. Whether a model is built that way is read off its modules; whether the step
-then computes what the model computes is found out by the decoder, which compares the two before it relies on this one.
+Seven kernels per layer read each weight once. Where a layer has experts in place of the MLP, its own module routes the
+tokens, and the experts run through two kernels. The modules show whether a model is built that way; the decoder compares
+this step with the model's own before it relies on it.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _has_plain_experts(mlp: nn.Module) -> bool:
 
 
 class FusedStep:
-    """One new token a row, in memory that stays where it is: keys and values stand at their token's position."""
+    """One new token per row, in memory that does not move; keys and values are stored at their token's position."""
 
     def __init__(self, model: PreTrainedModel, rows: int, capacity: int):
         self._base = cast(Any, model.base_model)
@@ -110,7 +110,7 @@ class FusedStep:
         self._tables = (cos[0].contiguous(), sin[0].contiguous())
 
     def fill(self, started: Prefilled) -> None:
-        """Put the prompts' keys and values into the cache, each row's first token at 0."""
+        """Copy the prompts' keys and values into the cache, each row's first token to position 0."""
         skipped = (~started.mask).sum(1, keepdim=True)
         source = torch.arange(started.length, device=skipped.device) + skipped
         source = source.clamp(max=started.length - 1)[:, None, :, None]

@@ -1,4 +1,4 @@
-"""Steps recorded as CUDA graphs: launched by the host all at once, in memory that stays where it is."""
+"""Decoding steps as CUDA graphs: one launch per step, over memory that does not move."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 
 
 def can_capture(device: torch.device, rows: int) -> bool:
-    """Whether steps of so many rows are worth recording on this device."""
+    """Whether steps of this number of rows are worth recording on this device."""
     return device.type == "cuda" and rows > 1
 
 
@@ -21,8 +21,8 @@ def capture(
 ) -> Callable[[], None] | None:
     """A function that replays `step`; None for a step for which the host waits, which cannot be recorded.
 
-    The step is run twice for what happens only once, and `rewind` after each. Token counts of experts that run one by one
-    are what a host waits for. Whatever fails is raised, with the caller's stream as it was.
+    The step is run twice first, for what happens in a first run only, and `rewind` after each. A host waits, for example,
+    for token counts of experts that run one by one. Whatever fails is raised, with the caller's stream as it was.
     """
     before = torch.cuda.current_stream(device)
     try:

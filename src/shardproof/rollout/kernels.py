@@ -18,8 +18,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 # Kernels wait for the one before them inside, not at their start (CUDA's programmatic dependent launch).
 EARLY_LAUNCH = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
-# Found by trying, on an H200 with 32 rows: blocks of a weight, how many of them there should be, and cached tokens that
-# attention takes at a time.
+# Tuned on an H200 with 32 rows: the block sizes of a weight, how many blocks there should be, and cached tokens per block
+# of attention.
 _BLOCK_N, _BLOCK_K, _TARGET_BLOCKS = 64, 128, 256
 _GATE_UP = {"BLOCK_N": 64, "BLOCK_K": 64, "num_warps": 4, "num_stages": 4}
 _BLOCK_T = 64
@@ -142,7 +142,7 @@ def _rotate(low, high, cos_low, cos_high, sin_low, sin_high, dtype: tl.constexpr
 
 @triton.jit
 def _similarity(query_low, query_high, key_low, key_high):
-    """Of each of some queries with one key, in float32."""
+    """The dot product of each query with one key, in float32."""
     similarity = tl.sum(query_low.to(tl.float32) * key_low.to(tl.float32)[None, :], 1)
     return similarity + tl.sum(query_high.to(tl.float32) * key_high.to(tl.float32)[None, :], 1)
 
@@ -296,12 +296,12 @@ def project(
 
 
 def rows_at_a_time(rows: int) -> int:
-    """That a matmul takes of x; matrix units know no fewer than 16."""
+    """Rows of x per block of a matmul; matrix units take at least 16."""
     return 16 if rows <= 16 else 32 if rows <= 32 else 64
 
 
 def _num_shares(blocks: int, k: int) -> int:
-    """Into how many shares a weight's columns go, so that all multiprocessors have some of it to read."""
+    """How many shares a weight's columns are split into, so that every multiprocessor has something to read."""
     shares = 1
     while blocks * shares < _TARGET_BLOCKS and k // _BLOCK_K % (2 * shares) == 0:
         shares *= 2
@@ -311,7 +311,7 @@ def _num_shares(blocks: int, k: int) -> int:
 def add_norm(
     states: torch.Tensor, sums: torch.Tensor | None, weight: torch.Tensor, eps: float
 ) -> torch.Tensor:
-    """The RMS norm of the states, to which partial sums are added first, where they stand."""
+    """The RMS norm of the states, to which partial sums are added first, in place."""
     rows, n = states.shape
     out = torch.empty_like(states)
     _add_norm_kernel[(rows,)](

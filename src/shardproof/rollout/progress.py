@@ -1,4 +1,4 @@
-"""What a decoding step reads and writes beside the model: memory that stays where it is."""
+"""What a decoding step reads and writes beside the model, in memory that does not move."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Progress:
         self.stops = torch.tensor(sampling.stop_ids or (-1,), device=device)
 
     def begin(self, last_positions: torch.Tensor, seeds: Sequence[int]) -> None:
-        """Stand behind the prompts."""
+        """Start after the prompts."""
         numbers = uniform_numbers(seeds, np.arange(len(self.uniform))[:, None])
         self.uniform.copy_(torch.from_numpy(numbers))
         self.positions.copy_(last_positions)
@@ -38,7 +38,7 @@ class Progress:
         self.done.zero_()
 
     def record(self, logits: torch.Tensor) -> None:
-        """Draw a token for each row and note it; what follows its position is set up. Nothing waits for the host."""
+        """Draw a token for each row, note it, and set up the next step. Never waits for the device."""
         uniform = self.uniform.index_select(0, self.step).squeeze(0)
         tokens, logprobs = choose(logits, uniform, self.sampling)
         self.tokens.index_copy_(0, self.step, tokens[None])
@@ -50,7 +50,7 @@ class Progress:
 
 
 def draws_rightly(progress: Progress, step: int, logits: torch.Tensor) -> bool:
-    """Whether the tokens drawn in a step, the last one, are those that the rows' numbers ask for, but for rounding."""
+    """Whether a step, the last one, drew the tokens that the rows' uniform numbers select, up to rounding."""
     every = torch.log_softmax(logits.double() / progress.sampling.temperature, -1)
     token, uniform = progress.tokens[step][:, None], progress.uniform[step][:, None]
     logprob = every.gather(1, token)

@@ -1,7 +1,7 @@
-"""What kernels of our own must show before decoding relies on them, with the rows that they will get, and as graphs.
+"""Comparisons that our own kernels must pass before decoding relies on them: with the rows they will get, and as graphs.
 
-A step is compared with the model's own over several tokens, behind short prompts and behind such as fill several blocks of
-the cache. How far it may be off follows from what the context is worth: how much the same tokens say behind another one.
+A step is compared with the model's own over several tokens, after short prompts and after prompts that fill several blocks
+of the cache. The tolerance follows from what the context is worth: how far apart the log-probs after two contexts are.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from shardproof.rollout.trajectory import Trajectory
 CAPACITY = 256  # of the caches in which steps are compared
 _STEPS = 3  # at least
 _SAMPLES = 12  # rows times steps, at least
-# Of prompts, side by side in a batch. Steps behind them cross the borders of blocks of 64 cached tokens; the long ones go
-# through three or four blocks. Seven of them: rows 16, 32 or 64 apart have different ones.
+# Lengths of the prompts of a batch. Steps after them cross the borders of blocks of 64 cached tokens; after the long ones
+# they read three or four blocks. There are seven, so that rows 16, 32 or 64 apart have prompts of different lengths.
 _SHORT = (2, 5, 9, 17, 33, 62, 63)
 _LONG = (126, 127, 129, 150, 171, 191, 195)
-# Distances are of log-probs, by how likely the tokens are. Of what the context is worth, a step may be off by so much on
-# average and in a row, but for what 16 bits cannot say. Steps that are right are off by one or two hundredths of it; with
-# experts more, as rounding may send a row to another one, which then says something else. Not many rows at once.
+# Distances are between log-probs, weighted by probability. As shares of what the context is worth: how far a step may be
+# off on average and in any row, beyond the rounding of 16 bits. Right steps are off by one or two hundredths; with experts
+# by more, because rounding may send a row to another expert, though not many rows at once.
 _MEAN, _WORST, _MEAN_OF_EXPERTS = 1 / 16, 1 / 8, 1 / 8
 _ROUNDING = 2.0**-8
 
@@ -38,7 +38,7 @@ class Step(Protocol):
     """A model that takes one new token per row, in memory that stays where it is."""
 
     def fill(self, started: Prefilled) -> None:
-        """Begin after the prompts."""
+        """Start after the prompts."""
         ...
 
     def __call__(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -49,14 +49,14 @@ class Step(Protocol):
 def compare_steps(
     model: PreTrainedModel, device: torch.device, rows: int, fused: Step, plain: Step, has_experts: bool
 ) -> str | None:
-    """What is wrong with a fused step of so many rows: it says something else of the next tokens than the plain one.
+    """What is wrong with a fused step of this number of rows, compared with the plain one; None if nothing is.
 
-    Both have room for `CAPACITY` tokens. The fused one is recorded behind short prompts where decoding would record it.
+    Both have room for `CAPACITY` tokens. The fused one is recorded after short prompts where decoding would record it.
     """
     vocabulary = len(model.get_input_embeddings().get_parameter("weight"))
     drivers = [_Driver(plain, rows, device, False), _Driver(fused, rows, device, True)]
-    expected: list[torch.Tensor] = []  # of the plain step, first token, behind short and long prompts
-    distances: list[torch.Tensor] = []  # [steps, rows], behind short and long prompts
+    expected: list[torch.Tensor] = []  # of the plain step, first token, after short and long prompts
+    distances: list[torch.Tensor] = []  # [steps, rows], after short and long prompts
     for lengths in (_SHORT, _LONG):
         started = Prefilled(model, _requests(rows, lengths, vocabulary), device)
         for driver in drivers:
@@ -74,7 +74,7 @@ def compare_steps(
 
 
 def _judge(distances: list[torch.Tensor], worth: float, has_experts: bool) -> str | None:
-    """What is wrong with distances [steps, rows] behind prompts of several lengths, where context is worth so much."""
+    """What is wrong with distances [steps, rows] after short and long prompts, given what the context is worth."""
     mean = largest(float(each.mean()) for each in distances)
     worst = largest(float(each.max()) for each in distances)
     if not within(mean, largest(((_MEAN_OF_EXPERTS if has_experts else _MEAN) * worth, _ROUNDING))):
@@ -85,7 +85,7 @@ def _judge(distances: list[torch.Tensor], worth: float, has_experts: bool) -> st
 
 
 def _distance(truth: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
-    """How far log-probs [rows, vocabulary] are apart in each row. What is hardly ever drawn may be far off."""
+    """How far apart log-probs [rows, vocabulary] are in each row, weighted by probability."""
     return (truth.exp() * (found - truth).abs()).sum(-1)
 
 
@@ -98,7 +98,7 @@ def _requests(rows: int, lengths: tuple[int, ...], vocabulary: int) -> list[Requ
 
 
 class _Driver:
-    """A step with its inputs and its output, in one place, as a graph wants them."""
+    """A step with its inputs and its output in fixed memory, as a graph needs them."""
 
     def __init__(self, step: Step, rows: int, device: torch.device, may_capture: bool):
         self._step = step
@@ -110,7 +110,7 @@ class _Driver:
         self._logits: torch.Tensor | None = None
 
     def begin(self, started: Prefilled) -> None:
-        """Stand behind the prompts. The step is recorded behind the first ones, and replayed behind all."""
+        """Start after the prompts. The step is recorded after the first ones, and replayed after all."""
         self._step.fill(started)
         self._positions.copy_(started.last_positions)
         if self._captures and self._replay is None:
@@ -139,16 +139,16 @@ def compare_draws(
     seeds: list[int],
     sampling: Sampling,
 ) -> str | None:
-    """What is wrong with kernels that draw: other tokens, or log-probs, than the rows' numbers ask for."""
+    """What is wrong with kernels that draw: tokens or log-probs that the rows' numbers do not select; None if nothing is."""
     rows, device = len(seeds), logits.device
     first = Progress(rows, replace(sampling, max_new_tokens=1), device)
     first.begin(last_positions, seeds)
     first.record(logits)
-    # As many stops as there are, and such as are drawn.
+    # As many stop tokens as the sampling has, and such as are drawn.
     stops = tuple([*first.tokens[0].tolist(), *sampling.stop_ids][: len(sampling.stop_ids)])
     progress = Progress(rows, replace(sampling, max_new_tokens=_STEPS, stop_ids=stops), device)
     progress.begin(last_positions, seeds)
-    logits = logits.clone()  # in one place, for a graph
+    logits = logits.clone()  # memory that does not move, for a graph
 
     def draw() -> None:
         record(progress, sampling.temperature, logits)

@@ -1,8 +1,8 @@
 """Decoding in fixed memory: on CUDA every step is one captured graph, and the host waits for none of them.
 
 Decoding token by token is bound by kernel launches: a step of a small model reads its weights in under a millisecond
-and takes some thirty to launch. Here the step (model, draw, bookkeeping) touches tensors that stay where they are, so
-it is captured once and replayed. Prompts are read as ever, into a growing cache that is then copied into the fixed one.
+and takes some thirty to launch. Here the step (model, draw, bookkeeping) touches tensors that do not move, so it is
+captured once and replayed. Prompts are read as usual, into a growing cache that is then copied into the fixed one.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 FIXED = "shardproof_fixed_cache"
 # Cache lengths are rounded up to this, so that prompts of other lengths use the same graph.
 _LENGTH_STEP = 128
-_CHECK_EVERY = 8  # steps between two looks at whether every row has finished
+_CHECK_EVERY = 8  # steps between two checks of whether every row has finished
 _KEPT = 3  # graphs: for training, for evaluation, and for the canary
 
 
@@ -47,8 +47,8 @@ def grouped_attention(
     scaling: float | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of one new token to a cache: queries that share a key head stand side by side as one short sequence,
-    so that keys and values are read once and never repeated."""
+    """Attention of one new token to a cache. Queries that share a key head are folded into one short sequence, so that
+    keys and values are read once and never repeated."""
     rows, num_heads, _, width = query.shape
     num_key_heads = key.shape[1]
     folded = query.reshape(rows, num_key_heads, num_heads // num_key_heads, width)
@@ -73,7 +73,7 @@ def fits(model: PreTrainedModel) -> bool:
 
 
 class ModelStep:
-    """The model as it is written, over transformers' cache of fixed size."""
+    """The model's own forward over transformers' cache of fixed size."""
 
     def __init__(self, model: PreTrainedModel, rows: int, length: int, device: torch.device):
         self._model = model
@@ -104,19 +104,19 @@ class ModelStep:
 class FixedDecoder:
     """Decodes batches with one model. The model's parameters may be written between calls, not moved.
 
-    It takes the fastest way that has been shown to be right, and a plainer one where that fails: kernels of our own in
-    graphs, the model as it is written in graphs, and without them. What is drawn is the same in all.
+    It takes the fastest way that a comparison has shown to be right, and falls back where one fails: our own kernels in
+    graphs, the model's own forward in graphs, that forward without graphs. All draw the same tokens.
     """
 
     def __init__(self, model: PreTrainedModel, device: torch.device):
         self._model = model
         self._device = device
         self._loops: dict[Any, _Loop] = {}
-        # Whether steps, and draws, may run through kernels of our own, and be recorded; each can only be lost.
+        # Whether steps, and draws, may use our own kernels, and be recorded. Once given up, none of it comes back.
         self._fuses = can_fuse(model, device)
         self._draws = can_compile(device, model.dtype)
         self._records = True
-        self._proved: set[tuple[Any, ...]] = set()  # what kernels have shown, with how many rows
+        self._proved: set[tuple[Any, ...]] = set()  # comparisons that were passed: kernels, rows, sampling
 
     def __call__(self, requests: Sequence[Request], sampling: Sampling, version: int) -> list[Trajectory]:
         """Answer all requests in one batch."""
@@ -139,11 +139,11 @@ class FixedDecoder:
         ]
 
     def release(self) -> None:
-        """Give up all memory, graphs with it. What kernels have shown is remembered."""
+        """Free all memory and graphs. Comparisons that were passed are remembered."""
         self._loops.clear()
 
     def _go_plainer(self, error: Exception) -> bool:
-        """Give up the fastest way that is left, with all its memory; False if none is."""
+        """Give up the fastest way that is left and free its memory; False if there is no other."""
         self._loops.clear()
         said = f"{type(error).__name__}: {error}"
         if self._fuses or self._draws:
@@ -157,7 +157,7 @@ class FixedDecoder:
         return True
 
     def _loop(self, started: Prefilled, seeds: list[int], sampling: Sampling) -> _Loop:
-        """The memory and the step for such a batch; of the last few, those that are there already."""
+        """The memory and the step for such a batch: one of the last few, or a new one."""
         rows = len(seeds)
         needed = started.length + sampling.max_new_tokens
         length = -(-needed // _LENGTH_STEP) * _LENGTH_STEP
@@ -171,7 +171,7 @@ class FixedDecoder:
         return loop
 
     def _make_loop(self, started: Prefilled, seeds: list[int], length: int, sampling: Sampling) -> _Loop:
-        """With the fastest step, and the fastest draw, that compute what the plain ones compute."""
+        """With the fastest step and the fastest draw that were shown to compute what the plain ones compute."""
         rows, temperature = len(seeds), sampling.temperature
         if self._fuses:
             self._fuses = self._prove("fused kernels", (rows,), partial(self._compare_steps, rows))
@@ -190,19 +190,19 @@ class FixedDecoder:
         record = progress.record
         if self._draws and _can_draw(sampling):
             record = partial(fused_record, progress, temperature)
-        # Two steps are run to record one, which the cache must have room for.
+        # Recording runs two steps first; the cache must have room for them.
         captures = self._records and graphs.can_capture(self._device, rows) and sampling.max_new_tokens > 2
         return _Loop(step, progress, record, captures)
 
     def _compare_steps(self, rows: int) -> str | None:
-        """What is wrong with fused kernels for so many rows."""
+        """What is wrong with fused kernels for this number of rows; None if nothing is."""
         fused = FusedStep(self._model, rows, CAPACITY)
         plain = ModelStep(self._model, rows, CAPACITY, self._device)
         has_experts = bool(hf_private.expert_modules(self._model))
         return compare_steps(self._model, self._device, rows, fused, plain, has_experts)
 
     def _prove(self, kernels: str, how: tuple[Any, ...], compare: Callable[[], str | None]) -> bool:
-        """Whether a comparison, made once for all calls alike, finds nothing wrong; says what it finds otherwise."""
+        """Whether a comparison, made once per kernels and shape, finds nothing wrong; logs what it finds."""
         if (kernels, *how) in self._proved:
             return True
         try:
@@ -218,7 +218,7 @@ class FixedDecoder:
 
 
 def _can_draw(sampling: Sampling) -> bool:
-    """Whether kernels know how to draw that way."""
+    """Whether the kernels support this sampling."""
     return sampling.temperature > 0 and sampling.top_p == 1.0
 
 
@@ -251,7 +251,7 @@ class _Loop:
         if self._captures and self._replay is None:
             self._replay = graphs.capture(self._advance, self._device, self._progress.step.zero_)
             self._captures = self._replay is not None
-            self._begin(started, seeds)  # what was written to record the step is written over
+            self._begin(started, seeds)  # recording has written to the cache
         self._record(started.logits)
         advance = self._replay or self._advance
         steps, taken = len(self._progress.tokens), 1
@@ -262,7 +262,7 @@ class _Loop:
         return self._progress.tokens[:taken].T.cpu(), self._progress.logprobs[:taken].T.cpu()
 
     def _begin(self, started: Prefilled, seeds: list[int]) -> None:
-        """Put the prompts' keys and values into the fixed cache, and begin at its end."""
+        """Copy the prompts' keys and values into the fixed cache, and start after them."""
         self._model.fill(started)
         self._progress.begin(started.last_positions, seeds)
         self._watch.begin()
@@ -273,8 +273,8 @@ class _Loop:
 
 
 class _Watch:
-    """Whether all rows have finished. On CUDA it tells what was so when it was last asked, and does not wait for the steps
-    that were launched since: a device that has run out of them idles until the host has launched more."""
+    """Whether all rows have finished. On CUDA the answer is that of the call before, so that nothing waits for the steps
+    that were launched since: a device that runs out of launched steps would idle."""
 
     def __init__(self, done: torch.Tensor):
         self._done = done

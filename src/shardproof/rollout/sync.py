@@ -92,8 +92,7 @@ class Delivery:
 
     def ensure_current(self, seconds: float) -> None:
         """Bring a server that was restarted, or left in the middle of a sync, to the committed version."""
-        if self.committed is None:
-            raise fail("R501", "generate", "the engine has no weights yet.")
+        assert self.committed is not None, "the engine takes no requests before its first sync"
         try:
             if self._label_now(Deadline(seconds)) == self.label(self.committed):
                 return

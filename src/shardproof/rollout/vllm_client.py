@@ -46,7 +46,7 @@ class Deadline:
 
 
 class VllmClient:
-    """Calls of one server. `url` is http://host:port or unix:/path."""
+    """Calls to one server. `url` is http://host:port or unix:/path."""
 
     def __init__(self, url: str):
         self.url = url
@@ -64,7 +64,7 @@ class VllmClient:
             return []
 
         def send(first: int) -> list[Any]:
-            # One connection a thread and a batch: a server closes idle ones, and a kept one would then fail a call.
+            # One connection per thread and batch: a server closes idle ones, and a kept one would then fail a call.
             with self._connection(deadline) as connection:
                 return [_exchange(connection, "POST", path, body, deadline) for body in bodies[first::num]]
 
