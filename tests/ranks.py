@@ -45,6 +45,8 @@ PRELOAD = [
     "torch.distributed.fsdp",
     "transformers.modeling_utils",
     "transformers.models.auto.modeling_auto",
+    "peft",
+    "shardproof.rl.loop",
 ]
 
 Outcome = tuple[Any, ...]  # ("ok", value) | ("error", type name, message) | ("died", exit code)
