@@ -171,6 +171,18 @@ def test_quiet_initialisation_keeps_the_random_state():
 # --- torch ---
 
 
+def test_what_muon_is_made_of():
+    where = f"torch {torch.__version__}: mend src/shardproof/train/torch_muon.py"
+    names = ["_zeropower_via_newtonschulz", "_adjust_lr", "DEFAULT_A", "DEFAULT_B", "DEFAULT_C", "EPS"]
+    assert missing(torch.optim._muon, names) == [], where
+    taken = ["grad", "ns_coefficients", "ns_steps", "eps"]
+    assert parameters_of(torch.optim._muon._zeropower_via_newtonschulz) == taken, where
+    assert parameters_of(torch.optim._muon._adjust_lr) == ["lr", "adjust_lr_fn", "param_shape"], where
+    # Muon is a subclass of AdamW that keeps matrices out of the lists which this makes.
+    lists = ["params_with_grad", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "state_steps"]
+    assert parameters_of(torch.optim.AdamW._init_group) == ["self", "group", *lists], where
+
+
 class TwoLayers(nn.Module):
     """An odd number of rows, a bias of one element, and one parameter under two names."""
 

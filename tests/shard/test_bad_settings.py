@@ -308,6 +308,7 @@ RECIPE = {
 COMPANIONS = {
     "critic": {"algorithm": {"name": "ppo"}},
     "reference": {"algorithm": {"kl_coef": 0.1}},
+    "optimizer": {"optimizer": {"name": "muon"}},
 }
 ODD_NUMBERS = (-1, 0, math.nan, math.inf, -math.inf, 10**12, 1e300)
 

@@ -1,5 +1,7 @@
 """Muon on sharded matrices against torch.optim.Muon on whole ones."""
 
+import math
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -8,8 +10,18 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 import shardproof as sp
+from shardproof.config import schema
+from shardproof.train import optim
 from tests.models import make_checkpoint
-from tests.ranks import run_ranks
+from tests.ranks import run_ranks, run_ranks_outcomes
+from tests.train.test_step_faults import (
+    everything,
+    load,
+    memory_runs_out,
+    module_named,
+    my_batch,
+    spoil_gradient,
+)
 
 pytestmark = pytest.mark.distributed
 
@@ -162,3 +174,89 @@ def test_state_is_saved_and_resharded(expected, tmp_path, name, options):
             assert losses == pytest.approx(saved[0][0], abs=1e-4)
             for key, tensor in weights.items():
                 assert torch.allclose(tensor, saved[0][1][key], atol=2e-4), key
+
+
+def fail_then_skip_then_step(strategy):
+    """What memory that runs out on rank 1, and a gradient that is not finite, leave behind; then a step."""
+    policy = load(strategy=strategy)
+    optimizer = sp.make_optimizer(policy, lr=1e-2, name="muon")
+    before = everything(policy, optimizer, None)
+    with memory_runs_out(optimizer, "allocating"), pytest.raises(sp.TrainFault) as caught:
+        sp.train_step(policy, my_batch(), optimizer)
+    states = [everything(policy, optimizer, None)]
+    handle = spoil_gradient(policy, [1], module_named(policy, "model.layers.1.mlp"), math.nan)
+    skipped = sp.train_step(policy, my_batch(), optimizer)
+    states.append(everything(policy, optimizer, None))
+    if handle is not None:
+        handle.remove()
+    losses = [sp.train_step(policy, my_batch(), optimizer).loss for _ in range(2)]
+    findings = [finding.code for finding in sp.attest(policy, optimizer)]
+    return str(caught.value), states == [before] * 2, skipped.stepped, losses, findings
+
+
+@pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2"])
+def test_a_step_that_fails_or_is_skipped_changes_nothing(strategy):
+    for message, unchanged, stepped, losses, findings in run_ranks(2, fail_then_skip_then_step, strategy):
+        assert message.startswith("T309 train_step: rank 1: ")
+        assert unchanged and not stepped
+        assert losses[1] < losses[0]
+        assert findings == []
+
+
+def no_optimizer(groups, lr):
+    return len(groups) * lr
+
+
+def make_badly(what):
+    policy = load()
+    return sp.make_optimizer(policy, **what)
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ({"name": "moun"}, "Did you mean 'muon'?"),
+        ({"name": "adamw", "momentum": 0.9}, "'adamw' has no option 'momentum'"),
+        ({"name": "muon", "momentun": 0.9}, "Did you mean 'momentum'?"),
+        ({"name": "muon", "adjust_lr": "mine"}, "match_rms_adamw"),
+        ({"name": "torch.optim:SDG"}, "Did you mean 'SGD'?"),
+        ({"name": "torch.optim:SGD", "momentun": 0.9}, "unexpected keyword argument 'momentun'"),
+        ({"name": f"{__name__}:no_optimizer"}, "gave a float"),
+    ],
+)
+def test_optimizers_that_cannot_be(what, said):
+    (outcome,) = run_ranks_outcomes(1, make_badly, what)
+    assert outcome[1] == "ConfigError"
+    assert "C001" in outcome[2] and said in outcome[2]
+
+
+def resume_as_another(root):
+    """What is said of AdamW's state by an optimizer that keeps another, and of state that is not as declared."""
+    policy = load()
+    optimizer = sp.make_optimizer(policy, 1e-2)
+    sp.train_step(policy, my_batch(), optimizer)
+    sp.save_checkpoint(root, policy, optimizer)
+    said = []
+    other = sp.make_optimizer(policy, 1e-2, name="torch.optim:SGD", momentum=0.9)
+    with pytest.raises(sp.ExportFault) as caught:
+        sp.resume(root, policy, other)
+    said.append(str(caught.value))
+    optimizer.state[policy.trainable_parameters()[0]]["more"] = 1
+    with pytest.raises(sp.ExportFault) as caught:
+        sp.save_checkpoint(root, policy, optimizer)
+    said.append(str(caught.value))
+    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    with pytest.raises(sp.ConfigError) as caught:
+        sp.resume(root, policy, optimizer, schedule, keep_settings=True)
+    return [*said, str(caught.value)]
+
+
+def test_state_of_another_optimizer_is_refused(tmp_path):
+    for resumed, saved, kept in run_ranks(2, resume_as_another, tmp_path):
+        assert resumed.startswith("E407") and "keeps no such state" in resumed
+        assert saved.startswith("E408") and "'more'" in saved and "declares" in saved
+        assert "ConstantLR" in kept
+
+
+def test_recipes_know_the_optimizers():
+    assert schema.OPTIMIZERS == optim.OPTIMIZERS
