@@ -74,7 +74,7 @@ class Run:
         ranges = optimizer_ranges(self.policy, self.optimizer)
         return {
             "weights": {shard.name: digest(shard.flat) for shard in local_shards(self.policy)},
-            "moments": {name: digest(item.local) for name, item in ranges.items() if item.local.numel()},
+            "moments": {name: digest(item.flat) for name, item in ranges.items() if item.flat.numel()},
             "steps": [float(row["step"]) for row in self.optimizer.state.values()],
             "rates": [group["lr"] for group in self.optimizer.param_groups],
             "schedule": self.scheduler.get_last_lr() if self.scheduler is not None else None,
@@ -218,8 +218,8 @@ def hand_over(sources, replicas, strategy, root, is_first):
 def parts(run):
     """This rank's [(name, start, elements)] of weights and moments; the steps of what it holds; the rest."""
     ranges = optimizer_ranges(run.policy, run.optimizer)
-    rows = [(shard.name, shard.start, shard.flat.clone()) for shard in local_shards(run.policy)]
-    rows += [(name, item.start, item.local.clone()) for name, item in ranges.items()]
+    rows = [(shard.name, shard.flat_range[0], shard.flat.clone()) for shard in local_shards(run.policy)]
+    rows += [(name, item.flat_range[0], item.flat.clone()) for name, item in ranges.items()]
     steps = {float(row["step"]) for param, row in run.optimizer.state.items() if num_held(param)}
     return rows, steps, run.policy.version, run.scheduler.get_last_lr()
 

@@ -146,7 +146,7 @@ class State:
     def become(self, step, label):
         for name, item in self.tensors().items():
             generator = torch.Generator().manual_seed(ord(label) * 1000 + len(name))
-            item.local.copy_(torch.rand(item.local.shape, generator=generator))
+            item.flat.copy_(torch.rand(item.flat.shape, generator=generator))
         for state in self.optimizer.state.values():
             state["step"] = torch.tensor(float(ord(label)))
         self.policy.version, self.policy.num_updates = step, ord(label)
@@ -155,7 +155,7 @@ class State:
         return model_ranges(self.policy) | optimizer_ranges(self.policy, self.optimizer)
 
     def held(self):
-        tensors = {name: digest(item.local) for name, item in self.tensors().items()}
+        tensors = {name: digest(item.flat) for name, item in self.tensors().items()}
         steps = {float(state["step"]) for state in self.optimizer.state.values()}
         return tensors, steps, self.policy.version, self.policy.num_updates
 

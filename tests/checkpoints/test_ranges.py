@@ -11,7 +11,6 @@ import torch
 from shardproof.checkpoints import ranges as ranges_file
 from shardproof.checkpoints.ranges import (
     INDEX_NAME,
-    FlatRange,
     check_index,
     data_name,
     merge_index,
@@ -19,6 +18,7 @@ from shardproof.checkpoints.ranges import (
     write_ranges,
 )
 from shardproof.errors import ExportFault
+from shardproof.shard.local import LocalShard
 
 SIZES = {"a": 1, "b": 7, "c": 64, "d": 1000, "e": 3}
 DTYPES = {"a": torch.float32, "b": torch.bfloat16, "c": torch.float32, "d": torch.float32, "e": torch.int64}
@@ -27,6 +27,10 @@ DTYPES = {"a": torch.float32, "b": torch.bfloat16, "c": torch.float32, "d": torc
 def whole(name):
     generator = torch.Generator().manual_seed(len(name) + SIZES[name])
     return torch.randint(-1000, 1000, (SIZES[name],), generator=generator).to(DTYPES[name])
+
+
+def held_range(values, start, numel):
+    return LocalShard.of_range("t", (numel,), start, start + values.numel(), values)
 
 
 def splits(num_ranks, seed):
@@ -46,7 +50,7 @@ def save(folder, parts, num_ranks):
     written = []
     for rank in range(num_ranks):
         held = {
-            name: FlatRange(whole(name)[slice(*cuts[rank])].clone(), cuts[rank][0], SIZES[name])
+            name: held_range(whole(name)[slice(*cuts[rank])].clone(), cuts[rank][0], SIZES[name])
             for name, cuts in parts.items()
         }
         path = folder / data_name(rank)
@@ -59,12 +63,12 @@ def save(folder, parts, num_ranks):
 def load(folder, parts, rank):
     """{name: (start, stop, elements)} as a rank reads them."""
     held = {
-        name: FlatRange(torch.full((stop - start,), -7, dtype=DTYPES[name]), start, SIZES[name])
+        name: held_range(torch.full((stop - start,), -7, dtype=DTYPES[name]), start, SIZES[name])
         for name, cuts in parts.items()
         for start, stop in [cuts[rank]]
     }
     read_ranges(folder, held, read(folder))
-    return {name: (item.start, item.start + item.local.numel(), item.local) for name, item in held.items()}
+    return {name: (*item.flat_range, item.flat) for name, item in held.items()}
 
 
 @pytest.mark.parametrize("seed", range(24))
@@ -80,13 +84,13 @@ def test_any_split_reads_what_any_other_wrote(tmp_path, seed):
 
 def test_another_dtype_is_converted(tmp_path):
     save(tmp_path, {"c": [(0, 64)]}, 1)
-    item = FlatRange(torch.zeros(10, dtype=torch.float64), 5, 64)
+    item = held_range(torch.zeros(10, dtype=torch.float64), 5, 64)
     read_ranges(tmp_path, {"c": item}, read(tmp_path))
-    assert torch.equal(item.local, whole("c")[5:15].double())
+    assert torch.equal(item.flat, whole("c")[5:15].double())
 
 
 def test_a_tensor_of_no_elements_is_in_the_index(tmp_path):
-    part, _, _ = write_ranges(tmp_path / data_name(0), {"z": FlatRange(torch.zeros(0), 0, 0)})
+    part, _, _ = write_ranges(tmp_path / data_name(0), {"z": held_range(torch.zeros(0), 0, 0)})
     saved = check_index(merge_index([part]), "step-1", {data_name(0): 0})
     assert (saved["z"].numel, saved["z"].chunks) == (0, [])
 
@@ -96,12 +100,12 @@ def test_a_file_that_became_shorter_is_named(tmp_path):
     saved = read(tmp_path)
     (tmp_path / data_name(0)).write_bytes(b"short")
     with pytest.raises(ExportFault, match=r"E407 resume: rank-0.bin ends in 'd'"):
-        read_ranges(tmp_path, {"d": FlatRange(torch.zeros(1000), 0, 1000)}, saved)
+        read_ranges(tmp_path, {"d": held_range(torch.zeros(1000), 0, 1000)}, saved)
 
 
 def test_what_ranks_leave_out_is_found_before_it_is_published(tmp_path):
-    part, size, _ = write_ranges(tmp_path / data_name(0), {"c": FlatRange(whole("c")[:63], 0, 64)})
-    with pytest.raises(ExportFault, match=r"E408 save: .*'c' ends at element 63 of 64"):
+    part, size, _ = write_ranges(tmp_path / data_name(0), {"c": held_range(whole("c")[:63], 0, 64)})
+    with pytest.raises(ExportFault, match=r"E408 save: .*'c' has a gap at element 63 of 64"):
         check_index(merge_index([part]), "step-1", {data_name(0): size}, stage="save", code="E408")
 
 

@@ -31,9 +31,9 @@ def checkpoint(tmp_path_factory):
 
 def ledger_of(start, stop, writes, named=True):
     ledger = Ledger()
-    ledger.expect("w", start, stop)
+    ledger.expect("w", (300,), [((start, stop),)])
     for write in writes:
-        ledger.write("w", *write)
+        ledger.write("w", (write,))
     if named:
         ledger.name_writer("w", Writer("checkpoint", "model.safetensors: w"))
     return ledger
@@ -79,6 +79,28 @@ def test_overlap_is_named(writes, first):
     assert f"from {first} on are written twice" in finding.message
 
 
+@pytest.mark.parametrize(
+    ("writes", "code", "message"),
+    [
+        ([((2, 4), (0, 3), (1, 5))], None, ""),
+        ([((2, 3), (0, 3), (1, 5)), ((3, 4), (0, 3), (1, 5))], None, ""),
+        ([((2, 4), (0, 3), (1, 3)), ((2, 4), (0, 3), (4, 5))], "S201", "from (2, 0, 3) on are not written"),
+        ([((2, 4), (0, 3), (1, 4)), ((2, 4), (0, 3), (3, 5))], "S202", "from (2, 0, 3) on are written twice"),
+        ([((2, 4), (0, 3), (1, 6))], "S202", "from (2, 0, 5) on are written twice"),
+    ],
+)
+def test_boxes_of_experts_rows_and_columns(writes, code, message):
+    ledger = Ledger()
+    ledger.expect("w", (6, 3, 8), [((2, 4), (0, 3), (1, 5))])
+    for write in writes:
+        ledger.write("w", write)
+    ledger.name_writer("w", Writer("checkpoint", "model.safetensors: w"))
+    findings = ledger.findings(rank=0)
+    assert [finding.code for finding in findings] == ([code] if code else [])
+    for finding in findings:
+        assert f"elements of 'w' {message}; this rank holds [2, 4) x [0, 3) x [1, 5)." in finding.message
+
+
 def test_tensor_without_a_named_writer_is_a_finding():
     (finding,) = ledger_of(0, 4, [(0, 4)], named=False).findings(rank=0)
     assert (finding.code, finding.tensor) == ("S201", "w")
@@ -88,8 +110,8 @@ def test_tensor_without_a_named_writer_is_a_finding():
 def test_each_tensor_is_reported():
     ledger = Ledger()
     for name, end in (("a", 3), ("b", 4), ("c", 5)):
-        ledger.expect(name, 0, 4)
-        ledger.write(name, 0, end)
+        ledger.expect(name, (2, 2), [((0, 4),)])
+        ledger.write(name, ((0, end),))
         ledger.name_writer(name, Writer("init", "constant(1)"))
     assert [(finding.code, finding.tensor) for finding in ledger.findings(0)] == [
         ("S201", "a"),

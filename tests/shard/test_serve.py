@@ -108,9 +108,9 @@ def test_logits_of_served_ranks(checkpoints, family, strategy):
 def load_served_in_parts(folder):
     """Fill each shard in two parts, as it is on a device, where shards pass through staging buffers."""
 
-    def halves(shard, dtype):
-        middle = (shard.start + shard.stop) // 2
-        return [(a, b) for a, b in ((shard.start, middle), (middle, shard.stop)) if a < b]
+    def halves(memory, dtype):
+        middle = memory.numel() // 2
+        return [(a, b) for a, b in ((0, middle), (middle, memory.numel())) if a < b]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Staging, "parts", staticmethod(halves))

@@ -1,7 +1,8 @@
-"""Flat ranges of tensors on disk: raw bytes in one file per rank, and an index in JSON that says where each range lies.
+"""Shards on disk: raw bytes in one file per rank, and an index in JSON that says where each box of a tensor lies.
 
-Both strategies hold flat ranges, so any layout reads what any other wrote. torch DCP does the same with pickles: in its
-files, and in the plans that its ranks send each other over connections that nobody authenticates.
+Any layout reads what any other wrote: what it needs is where its boxes and the saved ones overlap. torch DCP does the
+same with pickles: in its files, and in the plans that its ranks send each other over connections that nobody
+authenticates.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import zlib
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -20,29 +22,21 @@ import torch
 from shardproof.checkpoints.plain import DTYPES
 from shardproof.errors import fail
 from shardproof.foreign import open_foreign
+from shardproof.shard.local import LocalShard, Part
+from shardproof.weights.boxes import Box, first_miscount, overlaps, size_of
 
 INDEX_NAME = "index.json"
 _FILE_PATTERN = re.compile(r"rank-\d+\.bin")
-
-
-@dataclass(frozen=True)
-class FlatRange:
-    """What a rank holds of a tensor with `numel` elements: `local`, which begins at element `start`."""
-
-    local: torch.Tensor
-    start: int
-    numel: int
-
-    def empty(self) -> FlatRange:
-        """The same tensor, of which this rank has nothing to write."""
-        return FlatRange(self.local[:0], 0, self.numel)
+_MAX_DIMS = 64
 
 
 class Chunk(NamedTuple):
-    """Consecutive elements of a tensor in a file."""
+    """A box of a tensor in a file.
 
-    start: int
-    length: int
+    The index has [start, count, file, offset] for a range of the flattened tensor, else [box, file, offset].
+    """
+
+    box: Box
     file: str
     offset: int  # bytes from the beginning of the file
 
@@ -54,6 +48,19 @@ class SavedTensor:
     dtype: torch.dtype
     numel: int
     chunks: list[Chunk]
+    shape: tuple[int, ...] | None = None  # None: all chunks are ranges of the flattened tensor
+
+    def overlapping(self, box: Box) -> Iterator[Chunk]:
+        """The chunks that can hold elements of a box; of ranges, those that do."""
+        if self.shape is not None or len(box) > 1:
+            yield from self.chunks
+            return
+        ((start, stop),) = box
+        first = bisect_right(self.chunks, start, key=lambda chunk: chunk.box[0][0]) - 1
+        for chunk in self.chunks[max(first, 0) :]:
+            if chunk.box[0][0] >= stop or start == stop:
+                return
+            yield chunk
 
 
 def data_name(rank: int) -> str:
@@ -61,18 +68,16 @@ def data_name(rank: int) -> str:
     return f"rank-{rank}.bin"
 
 
-def write_ranges(path: Path, ranges: Mapping[str, FlatRange]) -> tuple[dict[str, Any], int, int]:
-    """Write a rank's ranges end to end; returns its part of the index, the file's size and its CRC-32."""
+def write_ranges(path: Path, ranges: Mapping[str, LocalShard]) -> tuple[dict[str, Any], int, int]:
+    """Write a rank's shards end to end; returns its part of the index, the file's size and its CRC-32."""
     part: dict[str, Any] = {}
     offset = crc = 0
     with path.open("xb") as file:
         for name, item in ranges.items():
-            count = item.local.numel()
-            if not count and item.numel:
+            if not item.flat.numel() and item.numel:
                 continue  # other ranks have it
-            raw = _bytes_of(item.local.detach().cpu().contiguous())
-            dtype = str(item.local.dtype).removeprefix("torch.")
-            part[name] = [dtype, item.numel, item.start, count, offset]
+            part[name] = _described(item, offset)
+            raw = _bytes_of(item.flat.detach().cpu().contiguous())
             file.write(raw)
             crc, offset = zlib.crc32(raw, crc), offset + raw.nbytes
         file.flush()
@@ -80,56 +85,66 @@ def write_ranges(path: Path, ranges: Mapping[str, FlatRange]) -> tuple[dict[str,
     return part, offset, crc
 
 
+def _described(item: LocalShard, offset: int) -> list[Any]:
+    """[dtype, number of elements or shape, chunks without their file] of a shard that lies at `offset` of a file."""
+    rows: list[list[Any]] = []
+    for box, memory in item.parts():
+        if len(box) > 1:
+            rows.append([box, offset])
+        elif memory.numel():
+            rows.append([box[0][0], memory.numel(), offset])
+        offset += memory.numel() * memory.element_size()
+    is_flat = all(len(box) == 1 for box in item.boxes)
+    return [str(item.flat.dtype).removeprefix("torch."), item.numel if is_flat else item.shape, rows]
+
+
 def merge_index(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The index of all ranks' parts: {name: its dtype, its elements, its chunks}."""
+    """The index of all ranks' parts: {name: its dtype, its elements, its chunks, and its shape if they need it}."""
     index: dict[str, Any] = {}
     for rank, part in enumerate(parts):
-        for name, (dtype, numel, start, count, offset) in part.items():
+        for name, (dtype, size, rows) in part.items():
+            numel = size if isinstance(size, int) else prod(size)
             entry = index.setdefault(name, {"dtype": dtype, "numel": numel, "chunks": []})
-            if count:
-                entry["chunks"].append([start, count, data_name(rank), offset])
+            if not isinstance(size, int):
+                entry["shape"] = size
+            entry["chunks"] += [[*row[:-1], data_name(rank), row[-1]] for row in rows]
     for entry in index.values():
-        entry["chunks"].sort()
+        entry["chunks"].sort(key=lambda row: row[0] if isinstance(row[0], int) else row[0][0][0])
     return index
 
 
 def read_ranges(
-    folder: Path, ranges: Mapping[str, FlatRange], saved: Mapping[str, SavedTensor], stage: str = "resume"
+    folder: Path, ranges: Mapping[str, LocalShard], saved: Mapping[str, SavedTensor], stage: str = "resume"
 ) -> None:
-    """Fill a rank's ranges, each straight into its place where that is host memory of the saved dtype."""
-    parts: dict[str, list[tuple[str, Chunk]]] = {}
+    """Fill a rank's shards, each straight into its place where that is host memory of the saved dtype."""
+    wanted: dict[str, list[tuple[Chunk, str, Part]]] = {}
     for name, item in ranges.items():
-        for chunk in _overlapping(saved[name].chunks, item.start, item.start + item.local.numel()):
-            parts.setdefault(chunk.file, []).append((name, chunk))
-    for file_name, wanted in parts.items():
+        if saved[name].shape not in (None, item.shape):
+            message = f"{name!r} has the shape {saved[name].shape} in the checkpoint and {item.shape} here."
+            raise fail("E407", stage, message, tensor=name)
+        for part in item.parts():
+            for chunk in saved[name].overlapping(part.box):
+                wanted.setdefault(chunk.file, []).append((chunk, name, part))
+    for file_name, found in wanted.items():
         with open_foreign(folder / file_name, stage, code="E407", inside=folder) as file:
-            for name, chunk in sorted(wanted, key=lambda pair: pair[1].offset):
-                if not _read_chunk(file, chunk, saved[name].dtype, ranges[name]):
+            for chunk, name, part in sorted(found, key=lambda row: row[0].offset):
+                if not _read_chunk(file, chunk, saved[name].dtype, ranges[name].shape, part):
                     raise fail("E407", stage, f"{file_name} ends in {name!r}.", tensor=name)
 
 
-def _overlapping(chunks: Sequence[Chunk], start: int, stop: int) -> Iterator[Chunk]:
-    """The chunks that hold some of the elements from `start` to `stop`."""
-    first = bisect_right(chunks, start, key=lambda chunk: chunk.start) - 1
-    for chunk in chunks[max(first, 0) :]:
-        if chunk.start >= stop or start == stop:
-            return
-        yield chunk
-
-
-def _read_chunk(file: BinaryIO, chunk: Chunk, dtype: torch.dtype, item: FlatRange) -> bool:
-    """Read the elements that a chunk and a range share; False if the file ends before them."""
-    low = max(chunk.start, item.start)
-    high = min(chunk.start + chunk.length, item.start + item.local.numel())
-    target = item.local.detach()[low - item.start : high - item.start]
-    is_direct = target.is_cpu and target.dtype == dtype and target.is_contiguous()
-    values = target if is_direct else torch.empty(high - low, dtype=dtype)
-    file.seek(chunk.offset + (low - chunk.start) * dtype.itemsize)
-    raw = _bytes_of(values)
-    if file.readinto(raw) != raw.nbytes:  # type: ignore[attr-defined]
-        return False
-    if not is_direct:
-        target.copy_(values)
+def _read_chunk(file: BinaryIO, chunk: Chunk, dtype: torch.dtype, shape: tuple[int, ...], part: Part) -> bool:
+    """Read the elements that a chunk and a part of a shard share; False if the file ends before them."""
+    for mine, theirs in overlaps(shape, part.box, chunk.box):
+        target = mine.of(part.memory.detach())
+        is_direct = target.is_cpu and target.dtype == dtype and target.is_contiguous()
+        is_direct = is_direct and theirs.span == target.numel()
+        values = target if is_direct else torch.empty(theirs.span, dtype=dtype)
+        file.seek(chunk.offset + theirs.offset * dtype.itemsize)
+        raw = _bytes_of(values)
+        if file.readinto(raw) != raw.nbytes:  # type: ignore[attr-defined]
+            return False
+        if not is_direct:
+            target.copy_(values.as_strided(theirs.shape, theirs.strides))
     return True
 
 
@@ -155,30 +170,58 @@ def check_index(
         dtype, numel = DTYPES.get(str(entry.get("dtype"))), entry.get("numel")
         if dtype is None or not _is_count(numel):
             raise unusable(f"{name!r} has dtype {entry.get('dtype')!r} and {numel!r} elements", name)
-        chunks, end = [], 0
-        for row in entry["chunks"]:
-            problem = _chunk_problem(row, dtype, end, sizes)
+        shape = entry.get("shape")
+        if shape is not None and not _is_shape(shape, numel):
+            raise unusable(f"{name!r} has the shape {shape!r} and {numel} elements", name)
+        chunks = [_chunk(row, shape) for row in entry["chunks"]]
+        for row, chunk in zip(entry["chunks"], chunks, strict=True):
+            problem = f"has the chunk {row!r}" if chunk is None else _chunk_problem(chunk, dtype, sizes)
             if problem is not None:
                 raise unusable(f"{name!r} {problem}", name)
-            chunks.append(Chunk(*row))
-            end += chunks[-1].length
-        if end != numel:
-            raise unusable(f"{name!r} ends at element {end} of {numel}", name)
-        saved[name] = SavedTensor(dtype, numel, chunks)
+        saved[name] = SavedTensor(dtype, numel, chunks, None if shape is None else tuple(shape))
+        wrong = first_miscount(shape or [numel], [((0, numel),)], [chunk.box for chunk in chunks])
+        if wrong is not None:
+            what = "a gap" if wrong.found < wrong.expected else "an overlap"
+            at = wrong.index[0] if len(wrong.index) == 1 else list(wrong.index)
+            raise unusable(f"{name!r} has {what} at element {at} of {shape or numel}", name)
     return saved
 
 
-def _chunk_problem(row: Any, dtype: torch.dtype, end: int, sizes: Mapping[str, int]) -> str | None:
-    """What is wrong with a chunk that must begin at element `end`."""
-    if not isinstance(row, list) or len(row) != 4 or not all(_is_count(row[at]) for at in (0, 1, 3)):
-        return f"has the chunk {row!r}"
-    start, count, file, offset = row
-    if not isinstance(file, str) or not _FILE_PATTERN.fullmatch(file) or file not in sizes:
-        return f"lies in {file!r}, which is no file of the checkpoint"
-    if start != end:
-        return f"has a gap or an overlap at element {end}"
-    last = offset + count * dtype.itemsize
-    return f"ends at byte {last} of {file}, which has {sizes[file]}" if last > sizes[file] else None
+def _chunk(row: Any, shape: list[int] | None) -> Chunk | None:
+    """A row of the index as a chunk; None if it is none."""
+    if not isinstance(row, list) or len(row) not in (3, 4):
+        return None
+    *where, file, offset = row
+    if len(where) == 2 and all(map(_is_count, where)):
+        box: Any = [[where[0], where[0] + where[1]]]
+    else:
+        box = where[0]
+        if shape is None or not isinstance(box, list) or len(box) != len(shape) or len(where) != 1:
+            return None
+    for bounds in box:
+        if not isinstance(bounds, list) or len(bounds) != 2 or not all(map(_is_count, bounds)):
+            return None
+    if not isinstance(file, str) or not _is_count(offset) or any(a > b for a, b in box):
+        return None
+    return Chunk(tuple((a, b) for a, b in box), file, offset)
+
+
+def _chunk_problem(chunk: Chunk, dtype: torch.dtype, sizes: Mapping[str, int]) -> str | None:
+    """What is wrong with where a chunk lies."""
+    if not _FILE_PATTERN.fullmatch(chunk.file) or chunk.file not in sizes:
+        return f"lies in {chunk.file!r}, which is no file of the checkpoint"
+    last = chunk.offset + size_of(chunk.box) * dtype.itemsize
+    return (
+        f"ends at byte {last} of {chunk.file}, which has {sizes[chunk.file]}"
+        if last > sizes[chunk.file]
+        else None
+    )
+
+
+def _is_shape(shape: Any, numel: int) -> bool:
+    if not isinstance(shape, list) or not 1 < len(shape) <= _MAX_DIMS or not all(map(_is_count, shape)):
+        return False
+    return prod(shape) == numel
 
 
 def _is_count(value: Any) -> bool:

@@ -22,7 +22,7 @@ from shardproof.checkpoints.folders import (
     read_checked,
     read_sums,
 )
-from shardproof.checkpoints.ranges import INDEX_NAME, FlatRange, SavedTensor, check_index, read_ranges
+from shardproof.checkpoints.ranges import INDEX_NAME, SavedTensor, check_index, read_ranges
 from shardproof.checkpoints.run_state import (
     allocate_optimizer,
     check_state,
@@ -34,6 +34,7 @@ from shardproof.checkpoints.saver import saver_of
 from shardproof.dist.collectives import exchange, together
 from shardproof.errors import fail
 from shardproof.foreign import parse_json
+from shardproof.shard.local import LocalShard
 from shardproof.shard.optimizer_state import state_specs
 from shardproof.shard.sharded_model import ShardedModel
 
@@ -129,7 +130,7 @@ def _read_state(folder: Path, policy: ShardedModel, noted: dict[str, tuple[int, 
     return state
 
 
-def _check_names(folder: Path, saved: Mapping[str, SavedTensor], ranges: dict[str, FlatRange]) -> None:
+def _check_names(folder: Path, saved: Mapping[str, SavedTensor], ranges: dict[str, LocalShard]) -> None:
     """Every tensor of the model is described, with its size."""
     for name, item in ranges.items():
         info = saved.get(name)

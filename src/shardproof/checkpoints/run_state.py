@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,37 +13,33 @@ from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from shardproof.checkpoints.plain import from_plain, to_plain
-from shardproof.checkpoints.ranges import FlatRange
 from shardproof.dist.collectives import exchange
 from shardproof.errors import fail
-from shardproof.shard.holdings import local_shards, persistent_buffers
+from shardproof.shard.local import LocalShard
 from shardproof.shard.optimizer_state import state_specs
 from shardproof.shard.sharded_model import ShardedModel
 
 FORMAT = 1  # of a checkpoint; a reader refuses any other
 
 
-def model_ranges(policy: ShardedModel) -> dict[str, FlatRange]:
+def model_ranges(policy: ShardedModel) -> dict[str, LocalShard]:
     """This rank's part of every parameter and persistent buffer."""
-    ranges = {
-        f"model.{shard.name}": FlatRange(shard.flat, shard.start, torch.Size(shard.shape).numel())
-        for shard in local_shards(policy)
-    }
-    for name, buffer in persistent_buffers(policy).items():
-        ranges[f"model.{name}"] = FlatRange(buffer.reshape(-1), 0, buffer.numel())
+    ranges = {f"model.{shard.name}": shard for shard in policy.local_shards()}
+    for name, buffer in policy.persistent_buffers().items():
+        ranges[f"model.{name}"] = LocalShard.of_whole(name, buffer)
     return ranges
 
 
-def optimizer_ranges(policy: ShardedModel, optimizer: torch.optim.Optimizer) -> dict[str, FlatRange]:
+def optimizer_ranges(policy: ShardedModel, optimizer: torch.optim.Optimizer) -> dict[str, LocalShard]:
     """This rank's part of the optimizer's per-element state."""
     ranges = {}
-    shards = {shard.name: shard for shard in local_shards(policy)}
+    shards = {shard.name: shard for shard in policy.local_shards()}
     for name, param in policy.named_parameters():
         shard = shards[name]
         for key, value in optimizer.state.get(param, {}).items():
             if _is_elementwise(value, param):
                 flat = (value.to_local() if isinstance(value, DTensor) else value).view(-1)
-                ranges[f"optim.{name}.{key}"] = FlatRange(flat, shard.start, torch.Size(shard.shape).numel())
+                ranges[f"optim.{name}.{key}"] = replace(shard, flat=flat)
     return ranges
 
 
@@ -99,7 +96,7 @@ def _fits_json(value: Any) -> bool:
 
 def allocate_optimizer(
     policy: ShardedModel, optimizer: torch.optim.Optimizer, saved: dict[str, torch.dtype]
-) -> dict[str, FlatRange]:
+) -> dict[str, LocalShard]:
     """Memory for the optimizer state that a checkpoint has, registered with the optimizer in place of what it had."""
     for name, param in policy.named_parameters():
         optimizer.state.pop(param, None)

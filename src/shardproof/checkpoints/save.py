@@ -27,7 +27,6 @@ from shardproof.checkpoints.folders import (
 )
 from shardproof.checkpoints.ranges import (
     INDEX_NAME,
-    FlatRange,
     check_index,
     data_name,
     merge_index,
@@ -46,6 +45,7 @@ from shardproof.dist.collectives import exchange, together
 from shardproof.dist.shared_folder import check_seen, claim_folder, disk_errors
 from shardproof.errors import ShardproofError, fail
 from shardproof.files import PARTIAL, FolderLock, write_atomic
+from shardproof.shard.local import LocalShard
 from shardproof.shard.sharded_model import ShardedModel
 
 
@@ -144,7 +144,7 @@ class _Save:
         return self.root / checkpoint_name(self.number)
 
     def run(
-        self, ranges: dict[str, FlatRange], snapshot: Snapshot, end_staging: Callable[[], None] | None
+        self, ranges: dict[str, LocalShard], snapshot: Snapshot, end_staging: Callable[[], None] | None
     ) -> Path:
         """Take the save from the policy's tensors to the published folder.
 
@@ -168,10 +168,10 @@ class _Save:
         finally:
             self.lock.release()
 
-    def stage(self, ranges: dict[str, FlatRange], snapshot: Snapshot) -> dict[str, FlatRange]:
+    def stage(self, ranges: dict[str, LocalShard], snapshot: Snapshot) -> dict[str, LocalShard]:
         """The host copies, if every rank could make them and nothing has changed since the call."""
         problem: Exception | None = None
-        copies: dict[str, FlatRange] = {}
+        copies: dict[str, LocalShard] = {}
         try:
             copies = copy_to_host(ranges)
             snapshot.check(copies)
@@ -180,7 +180,7 @@ class _Save:
         share(self.group, problem=problem)
         return copies
 
-    def write(self, ranges: dict[str, FlatRange], snapshot: Snapshot | None) -> list[Sum]:
+    def write(self, ranges: dict[str, LocalShard], snapshot: Snapshot | None) -> list[Sum]:
         """Write every rank's tensors, the index and the state; returns the sums of all files.
 
         With `snapshot` the ranges are the policy's own memory, which must still be what it was.
@@ -234,7 +234,7 @@ class _Save:
         share(self.group, problem=problem)
 
 
-def _without_replicas(policy: ShardedModel, ranges: dict[str, FlatRange]) -> dict[str, FlatRange]:
+def _without_replicas(policy: ShardedModel, ranges: dict[str, LocalShard]) -> dict[str, LocalShard]:
     """What this rank writes: replicas and other ranks' whole buffers are left to the first that holds them."""
     if policy.mesh.ndim == 2 and policy.mesh.get_local_rank(0) != 0:
         return {name: item.empty() for name, item in ranges.items()}

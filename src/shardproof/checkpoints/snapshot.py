@@ -5,14 +5,15 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from shardproof.checkpoints.ranges import FlatRange
 from shardproof.errors import fail
+from shardproof.shard.local import LocalShard
 from shardproof.shard.sharded_model import ShardedModel
 
 _SAMPLED = 256  # elements of each tensor
@@ -115,13 +116,13 @@ class Snapshot:
     is found, unless what is written is sparse.
     """
 
-    def __init__(self, policy: ShardedModel, ranges: Mapping[str, FlatRange]):
+    def __init__(self, policy: ShardedModel, ranges: Mapping[str, LocalShard]):
         self._policy = policy
         self._counters = policy.version, policy.num_updates
         self._names = list(ranges)
         self._sample = _sampled(ranges)
 
-    def check(self, ranges: Mapping[str, FlatRange]) -> None:
+    def check(self, ranges: Mapping[str, LocalShard]) -> None:
         """Raise E408 if these are not the tensors of the call."""
         if (self._policy.version, self._policy.num_updates) != self._counters:
             message = f"the model went on to version {self._policy.version} while version {self._counters[0]} was copied."
@@ -138,9 +139,9 @@ class Snapshot:
                 raise fail("E408", "save", message, tensor=name, fix=fix)
 
 
-def _sampled(ranges: Mapping[str, FlatRange]) -> list[torch.Tensor]:
+def _sampled(ranges: Mapping[str, LocalShard]) -> list[torch.Tensor]:
     """The bytes of some elements of each tensor, the same ones whenever it is asked, on the host."""
-    parts = [_spread(item.local) for item in ranges.values()]
+    parts = [_spread(item.flat) for item in ranges.values()]
     sizes = [part.numel() for part in parts]
     if len({part.device for part in parts}) != 1:
         return [part.cpu() for part in parts]
@@ -151,9 +152,8 @@ def _spread(flat: torch.Tensor) -> torch.Tensor:
     return flat.detach()[:: flat.numel() // _SAMPLED + 1].contiguous().view(torch.uint8)
 
 
-def copy_to_host(ranges: Mapping[str, FlatRange]) -> dict[str, FlatRange]:
+def copy_to_host(ranges: Mapping[str, LocalShard]) -> dict[str, LocalShard]:
     """Copies of the tensors in host memory."""
     return {
-        name: FlatRange(item.local.detach().to("cpu", copy=True), item.start, item.numel)
-        for name, item in ranges.items()
+        name: replace(item, flat=item.flat.detach().to("cpu", copy=True)) for name, item in ranges.items()
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import prod
 
 import torch
 import torch.distributed as dist
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from shardproof.dist.collectives import all_gather_flat, gather_uneven
 from shardproof.dist.region import open_region
 from shardproof.export.payload import Layout
+from shardproof.weights.boxes import Box, cut, shape_of, size_of
 
 _ALIGNMENT = 16
 # For each rank: where it packs each tensor, in bytes, and how much it packs.
@@ -34,29 +36,37 @@ class Gatherer:
         self._may_share = may_share
 
     def __call__(
-        self, values: dict[str, torch.Tensor], layout: Layout, sizes: Mapping[str, int]
+        self, values: dict[str, torch.Tensor], layout: Layout, shapes: Mapping[str, Sequence[int]]
     ) -> dict[str, torch.Tensor]:
-        """Whole tensors, flat, from every rank's `values`, which are used up. Collective: the shard axis.
+        """Whole tensors of these shapes from every rank's `values`, which are used up. Collective: the shard axis.
 
         Between two calls every rank must have met every other: what was gathered is written over.
         """
         if layout.group is None or not values:
-            return values
+            return {
+                name: _from_one(value, layout.boxes[name], shapes[name]) for name, value in values.items()
+            }
         names = list(values)
         parts = [values.pop(name).contiguous() for name in names]
         dtypes = [part.dtype for part in parts]
         packs = _plan_packs(names, layout, dtypes)
         if parts[0].device.type == "cpu" and self._share(sum(size for _, size in packs), layout):
             received, starts = self._through_region(parts, packs, layout)
-        elif len(names) == 1 and sizes[names[0]] * dtypes[0].itemsize > self._limit:
+        elif self._is_large(names, dtypes, shapes) and _in_flat_order(layout.boxes[names[0]]):
             self._buffers.clear()
-            return {names[0]: _gather_one(parts.pop(), layout.ranges[names[0]], layout)}
+            flat = _gather_one(parts.pop(), layout.boxes[names[0]], layout)
+            return {names[0]: flat.view(tuple(shapes[names[0]]))}
         else:
             received, starts = self._through_collective(parts, packs, layout)
-        whole = _in_order(names, dtypes, received, starts, packs, layout, sizes)
+        whole = _in_order(names, dtypes, received, starts, packs, layout, shapes)
         if self._region is not None and self._region.numel() > max(self._limit, 1):
             self._region = None  # one tensor needed more than a bucket; the next ones do not
         return whole
+
+    def _is_large(
+        self, names: Sequence[str], dtypes: Sequence[torch.dtype], shapes: Mapping[str, Sequence[int]]
+    ) -> bool:
+        return len(names) == 1 and prod(shapes[names[0]]) * dtypes[0].itemsize > self._limit
 
     def _share(self, size: int, layout: Layout) -> bool:
         """Whether there is shared memory of this size. Collective when there is none yet, or too little."""
@@ -123,23 +133,56 @@ def _in_order(
     starts: Sequence[int],
     packs: Packs,
     layout: Layout,
-    sizes: Mapping[str, int],
+    shapes: Mapping[str, Sequence[int]],
 ) -> dict[str, torch.Tensor]:
     """Whole tensors out of every rank's pack."""
     whole = {}
     for index, (name, dtype) in enumerate(zip(names, dtypes, strict=True)):
-        full = torch.empty(sizes[name], dtype=dtype, device=received.device)
-        for rank, (start, stop) in enumerate(layout.ranges[name]):
+        full = torch.empty(tuple(shapes[name]), dtype=dtype, device=received.device)
+        for rank, boxes in enumerate(layout.boxes[name]):
             at = starts[rank] + packs[rank][0][index]
-            full[start:stop] = received[at : at + (stop - start) * dtype.itemsize].view(dtype)
+            part = received[at : at + _num_elements(boxes) * dtype.itemsize]
+            _fill(full, boxes, part.view(dtype))
         whole[name] = full
     return whole
 
 
-def _gather_one(part: torch.Tensor, ranges: Sequence[tuple[int, int]], layout: Layout) -> torch.Tensor:
-    """One large tensor: the ranks' parts follow each other, so what arrives is in order."""
+def _from_one(part: torch.Tensor, boxes: Sequence[Sequence[Box]], shape: Sequence[int]) -> torch.Tensor:
+    """The whole tensor from the part of the only rank: itself, if its boxes are in order."""
+    if _in_flat_order(boxes):
+        return part.view(tuple(shape))
+    full = part.new_empty(tuple(shape))
+    _fill(full, boxes[0], part)
+    return full
+
+
+def _fill(whole: torch.Tensor, boxes: Sequence[Box], memory: torch.Tensor) -> None:
+    """Put boxes that lie end to end in memory in their places."""
+    at = 0
+    for box in boxes:
+        size = size_of(box)
+        cut(whole, box).copy_(memory[at : at + size].view(shape_of(box)))
+        at += size
+
+
+def _num_elements(boxes: Sequence[Box]) -> int:
+    return sum(map(size_of, boxes))
+
+
+def _in_flat_order(boxes: Sequence[Sequence[Box]]) -> bool:
+    """Whether the ranks' parts, end to end, are the flattened tensor."""
+    at = 0
+    for box in (box for part in boxes for box in part if size_of(box)):
+        if len(box) > 1 or box[0][0] != at:
+            return False
+        at = box[0][1]
+    return True
+
+
+def _gather_one(part: torch.Tensor, boxes: Sequence[Sequence[Box]], layout: Layout) -> torch.Tensor:
+    """One large tensor, flat: the ranks' parts follow each other, so what arrives is in order."""
     assert layout.group is not None
-    lengths = [stop - start for start, stop in ranges]
+    lengths = [_num_elements(held) for held in boxes]
     total, longest = sum(lengths), max(lengths)
     full_ranks = total // longest
     in_chunks = lengths[:full_ranks] == [longest] * full_ranks and sum(lengths[full_ranks + 1 :]) == 0
@@ -163,12 +206,12 @@ def _is_uneven(sizes: list[int]) -> bool:
 
 def _plan_packs(names: Sequence[str], layout: Layout, dtypes: Sequence[torch.dtype]) -> Packs:
     packs: Packs = []
-    for rank in range(len(next(iter(layout.ranges.values())))):
+    for rank in range(len(next(iter(layout.boxes.values())))):
         at = 0
         offsets: list[int] = []
         for name, dtype in zip(names, dtypes, strict=True):
-            start, stop = layout.ranges[name][rank]
             offsets.append(at)
-            at += -(-(stop - start) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+            nbytes = _num_elements(layout.boxes[name][rank]) * dtype.itemsize
+            at += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
         packs.append((offsets, at))
     return packs

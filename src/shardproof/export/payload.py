@@ -3,34 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 
-from shardproof.dist.collectives import gather_rows, raise_together
+from shardproof.dist.collectives import exchange, gather_rows, raise_together
 from shardproof.errors import error_for
 from shardproof.findings import Finding
 from shardproof.model.delta import Delta, find_deltas
 from shardproof.model.initial import InitSpec
 from shardproof.model.inventory import TensorInfo
 from shardproof.model.lora import ADAPTER
-from shardproof.shard.holdings import local_shards, persistent_buffers
 from shardproof.shard.local import LocalShard
 from shardproof.shard.plan import ShardPlan
 from shardproof.shard.sharded_model import ShardedModel
 from shardproof.shard.torch_private import clean_name
 from shardproof.weights.box_tensor import BoxTensor
+from shardproof.weights.boxes import Box, cut, enclosing_range
 from shardproof.weights.mapping import ExportEntry, map_export
 
 _ADAPTER_PREFIX = "base_model.model."
+_NO_RANGE = (-1, -1)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Which flat range of each tensor every rank of the shard axis holds."""
+    """Which boxes of each tensor every rank of the shard axis holds."""
 
-    ranges: Mapping[str, Sequence[tuple[int, int]]]
+    boxes: Mapping[str, Sequence[Sequence[Box]]]
     rank: int
     group: dist.ProcessGroup | None
 
@@ -56,8 +57,8 @@ class Payload:
 
     def refresh(self) -> None:
         """Look up where the shards lie now: offloading moves them between exports."""
-        self.shards = {shard.name: shard for shard in local_shards(self.policy)}
-        self.buffers = persistent_buffers(self.policy)
+        self.shards = {shard.name: shard for shard in self.policy.local_shards()}
+        self.buffers = self.policy.persistent_buffers()
 
     def _belongs(self, info: TensorInfo) -> bool:
         return info.is_adapter if self.adapter_only else not info.is_adapter
@@ -67,21 +68,25 @@ class Payload:
         raise_together(_moved(self.policy) if self.policy.offloaded is None else [])
 
     def layout(self) -> Layout:
-        """Every rank's ranges, from one exchange. Collective: every rank."""
+        """Every rank's boxes: one exchange if they are ranges, as FSDP's are, else two. Collective: every rank."""
         mesh = self.policy.mesh
-        names = list(self.shards)
-        mine = torch.tensor(
-            [[self.shards[name].start, self.shards[name].stop] for name in names], dtype=torch.int64
-        )
         if mesh.size() == 1:
-            return Layout(
-                {name: [(int(a), int(b))] for name, (a, b) in zip(names, mine, strict=True)}, 0, None
-            )
+            return Layout({name: [shard.boxes] for name, shard in self.shards.items()}, 0, None)
         group = mesh.get_group(mesh.ndim - 1)
         ranks = dist.get_process_group_ranks(group)
-        table = gather_rows(mine.view(-1)).view(mesh.size(), len(names), 2)[ranks].tolist()
-        ranges = {name: [tuple(table[r][i]) for r in range(len(ranks))] for i, name in enumerate(names)}
-        return Layout(ranges, dist.get_rank(group), group)
+        mine = [shard.flat_range or _NO_RANGE for shard in self.shards.values()]
+        table = gather_rows(torch.tensor(mine, dtype=torch.int64).view(-1)).view(mesh.size(), len(mine), 2)
+        rows = table[ranks].tolist()
+        boxes: dict[str, list[Sequence[Box]]] = {
+            name: [(((row[i][0], row[i][1]),),) for row in rows] for i, name in enumerate(self.shards)
+        }
+        if bool((table < 0).any()):
+            others = {name: shard.boxes for name, shard in self.shards.items() if shard.flat_range is None}
+            every = exchange(others)
+            for position, rank in enumerate(ranks):
+                for name, found in every[rank].items():
+                    boxes[name][position] = [tuple((a, b) for a, b in box) for box in found]
+        return Layout(boxes, dist.get_rank(group), group)
 
     def adapters_needed(self, names: Sequence[str]) -> list[str]:
         """Adapter tensors that the merged values of `names` need whole."""
@@ -98,14 +103,12 @@ class Payload:
             values = _merged(shard, values, delta, adapters[delta.a], adapters[delta.b])
         return values.to(self.dtypes[name])
 
-    def held(
-        self, name: str, adapters: Mapping[str, torch.Tensor]
-    ) -> tuple[torch.Tensor, int, tuple[int, ...]]:
-        """(this rank's values, their first flat position, the whole shape) of a parameter or buffer."""
+    def held(self, name: str, adapters: Mapping[str, torch.Tensor]) -> LocalShard:
+        """This rank's values of a parameter or buffer, as they are exported."""
         info = self.infos[name]
         if info.is_buffer:
-            return self.buffers[info.name].reshape(-1), 0, info.shape
-        return self.local_values(name, adapters), self.shards[info.name].start, info.shape
+            return LocalShard.of_whole(info.name, self.buffers[info.name])
+        return replace(self.shards[info.name], flat=self.local_values(name, adapters))
 
 
 def _merged(
@@ -113,9 +116,16 @@ def _merged(
 ) -> torch.Tensor:
     """base + delta on the elements that a rank holds, in float32."""
     row = torch.Size(shard.shape[1:]).numel()
-    first, last = shard.start // row, -(-shard.stop // row)
-    rows = delta.rows(a.to(values.device), b.to(values.device), first, last).reshape(-1)
-    return values.float() + rows[shard.start - first * row :][: values.numel()]
+    a, b = a.to(values.device), b.to(values.device)
+    added = []
+    for box in shard.boxes:
+        start, stop = enclosing_range(box, shard.shape)
+        first, last = start // row, -(-stop // row)
+        (low, high), *columns = box
+        skipped = first if columns else first * row
+        part: Box = ((low - skipped, high - skipped), *columns)
+        added.append(cut(delta.rows(a, b, first, last), part).reshape(-1))
+    return values.float() + (added[0] if len(added) == 1 else torch.cat(added))
 
 
 def _export_name(info: TensorInfo) -> str:

@@ -26,9 +26,10 @@ from shardproof.export.gather import Gatherer
 from shardproof.export.manifest import ExportReceipt
 from shardproof.export.payload import Layout, first_not_finite
 from shardproof.export.stream import WeightStream, agree_to_go_on, make_tensors
+from shardproof.shard.local import LocalShard
 from shardproof.shard.memory import host_memory
 from shardproof.shard.sharded_model import ShardedModel
-from shardproof.weights.boxes import flat_range_boxes, put, window
+from shardproof.weights.boxes import copy_overlap, enclosing_range, put_held
 from shardproof.weights.mapping import Cut, ExportEntry
 
 _ALIGNMENT = 64
@@ -179,29 +180,30 @@ class SharedWeights:
             return None
         bad = None
         for source in entry.sources:
-            values, start, shape = payload.held(source, adapters)
-            bad = first_not_finite({source: values}) or bad
+            held = payload.held(source, adapters)
+            bad = first_not_finite({source: held.flat}) or bad
             if entry.cuts is not None:
-                self._place_cuts([cut for cut in entry.cuts if cut.source == source], values, start)
-                continue
-            boxes = list(flat_range_boxes(shape, start, start + values.numel()))
-            for name, account in entry.boxes.items():
-                for piece in account.pieces:
-                    for offset, box in boxes if piece.source == source else ():
-                        part = piece.out_of(box)
-                        if part is not None:
-                            held = window(offset - start, box, part.source_box).of(values)
-                            put(self._flat(name).view(account.shape), part, held)
+                self._place_cuts([cut for cut in entry.cuts if cut.source == source], held)
+            else:
+                self._place_pieces(entry, source, held)
         return bad
 
-    def _place_cuts(self, cuts: Sequence[Cut], values: torch.Tensor, start: int) -> None:
-        """Copy the parts of runs that lie in this rank's values, which begin at `start`."""
-        stop = start + values.numel()
-        for cut in cuts:
-            low, high = max(start, cut.start), min(stop, cut.start + cut.length)
-            if low < high:
-                target = self._flat(cut.name)[low - cut.start : high - cut.start]
-                target.copy_(values[low - start : high - start])
+    def _place_cuts(self, cuts: Sequence[Cut], held: LocalShard) -> None:
+        """Copy the parts of runs that lie in this rank's boxes."""
+        for box, values in held.parts():
+            start, stop = enclosing_range(box, held.shape)
+            for cut in cuts:
+                end = cut.start + cut.length
+                if cut.start < stop and start < end:
+                    copy_overlap(held.shape, self._flat(cut.name), ((cut.start, end),), values, box)
+
+    def _place_pieces(self, entry: ExportEntry, source: str, held: LocalShard) -> None:
+        """Copy the parts of checkpoint tensors' pieces that lie in this rank's boxes of a model tensor."""
+        for name, account in entry.boxes.items():
+            target = self._flat(name).view(account.shape)
+            for piece in account.pieces:
+                for box, values in held.parts() if piece.source == source else ():
+                    put_held(target, piece, box, values)
 
     def _flat(self, name: str) -> torch.Tensor:
         """A tensor's elements in the shared memory."""

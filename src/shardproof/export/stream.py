@@ -167,14 +167,13 @@ class WeightStream:
         adapters = self.gather_adapters(sharded, layout)
         values = {name: payload.local_values(name, adapters) for name in sharded}
         buffers = {
-            n: payload.buffers[payload.infos[n].name].reshape(-1) for n in names if payload.infos[n].is_buffer
+            name: payload.buffers[payload.infos[name].name] for name in names if payload.infos[name].is_buffer
         }
         agree_to_go_on(bad=None if self.allow_nonfinite else first_not_finite(values | buffers))
-        ranges = {name: layout.ranges[payload.infos[name].name] for name in sharded}
-        sizes = {name: payload.infos[name].numel for name in sharded}
-        flat = gather(values, Layout(ranges, layout.rank, layout.group), sizes)
-        flat |= buffers
-        return {name: flat.pop(name).view(payload.infos[name].shape) for name in names}
+        boxes = {name: layout.boxes[payload.infos[name].name] for name in sharded}
+        shapes = {name: payload.infos[name].shape for name in sharded}
+        whole = gather(values, Layout(boxes, layout.rank, layout.group), shapes) | buffers
+        return {name: whole[name] for name in names}
 
     def gather_adapters(self, names: Sequence[str], layout: Layout) -> dict[str, torch.Tensor]:
         """The low-rank factors that the merged tensors of a bucket need, whole; they are small."""
@@ -182,11 +181,10 @@ class WeightStream:
         if not needed:
             return {}
         infos = {info.name: info for info in self.policy.inventory.parameters}
-        part = Layout({name: layout.ranges[name] for name in needed}, layout.rank, layout.group)
+        part = Layout({name: layout.boxes[name] for name in needed}, layout.rank, layout.group)
         values = {name: self.payload.shards[name].flat.to(self.policy.device) for name in needed}
         gather = Gatherer(self.gather_bytes, may_share=False)
-        flats = gather(values, part, {name: infos[name].numel for name in needed})
-        return {name: flats[name].view(infos[name].shape) for name in needed}
+        return gather(values, part, {name: infos[name].shape for name in needed})
 
     def make_receipt(self, digests: dict[str, int], seconds: float) -> ExportReceipt:
         tensors = self._metas

@@ -73,7 +73,7 @@ def _layout(settings: LoadSettings) -> dict[str, Any]:
 def fsdp1_shards(root: nn.Module) -> list[LocalShard]:
     """What this rank holds of each parameter."""
     return [
-        LocalShard(name.removeprefix(ROOT_PREFIX), tuple(shape), start, stop, flat)
+        LocalShard.of_range(name.removeprefix(ROOT_PREFIX), shape, start, stop, flat)
         for name, shape, start, stop, flat in torch_private.fsdp1_shards(root)
     ]
 

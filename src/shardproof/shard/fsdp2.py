@@ -44,5 +44,5 @@ def fsdp2_shards(root: nn.Module) -> list[LocalShard]:
         assert isinstance(param, DTensor)
         start, stop = torch_private.dtensor_range(param)
         flat = torch_private.local_tensor(param).view(-1)
-        shards.append(LocalShard(name.removeprefix(ROOT_PREFIX), tuple(param.shape), start, stop, flat))
+        shards.append(LocalShard.of_range(name.removeprefix(ROOT_PREFIX), param.shape, start, stop, flat))
     return shards

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from shardproof.findings import Finding
+from shardproof.weights.boxes import Box, describe_boxes, first_miscount
 
 
 @dataclass(frozen=True)
@@ -21,20 +23,20 @@ class Writer:
 
 @dataclass
 class Ledger:
-    """Writes by tensor, as flat element ranges of the whole tensor."""
+    """Writes by tensor, as boxes of the whole tensor."""
 
     writers: dict[str, Writer] = field(default_factory=dict)
-    _expected: dict[str, tuple[int, int]] = field(default_factory=dict)
-    _writes: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
+    _expected: dict[str, tuple[Sequence[int], Sequence[Box]]] = field(default_factory=dict)
+    _writes: dict[str, list[Box]] = field(default_factory=dict)
 
-    def expect(self, name: str, start: int, stop: int) -> None:
-        """This rank holds elements [start, stop) of `name`; all of them must be written."""
-        self._expected[name] = (start, stop)
+    def expect(self, name: str, shape: Sequence[int], boxes: Sequence[Box]) -> None:
+        """This rank holds these boxes of `name`; all of their elements must be written."""
+        self._expected[name] = (shape, boxes)
         self._writes[name] = []
 
-    def write(self, name: str, start: int, stop: int) -> None:
-        """Elements [start, stop) were written, once."""
-        self._writes[name].append((start, stop))
+    def write(self, name: str, box: Box) -> None:
+        """The elements of `box` were written, once."""
+        self._writes[name].append(box)
 
     def name_writer(self, name: str, writer: Writer) -> None:
         self.writers[name] = writer
@@ -42,26 +44,20 @@ class Ledger:
     def findings(self, rank: int) -> list[Finding]:
         """A finding for each gap, overlap or unnamed writer."""
         found = []
-        for name, (start, stop) in self._expected.items():
-            position = start
-            for a, b in sorted(self._writes[name]):
-                if a != position:
-                    break
-                position = b
+        for name, (shape, boxes) in self._expected.items():
+            wrong = first_miscount(shape, boxes, self._writes[name])
+            if wrong is None and name in self.writers:
+                continue
+            code = "S201"
+            if wrong is None:
+                message = f"{name!r} has no named writer."
             else:
-                a = stop
-            if a < position or position > stop:
-                message = (
-                    f"elements of {name!r} from {a} on are written twice; this rank holds [{start}, {stop})."
-                )
-                found.append(Finding("S202", "materialise", message, rank=rank, tensor=name))
-            elif position != stop:
-                message = f"elements of {name!r} from {position} on are not written; this rank holds [{start}, {stop})."
-                found.append(Finding("S201", "materialise", message, rank=rank, tensor=name))
-            elif name not in self.writers:
-                found.append(
-                    Finding("S201", "materialise", f"{name!r} has no named writer.", rank=rank, tensor=name)
-                )
+                first = wrong.index[0] if len(wrong.index) == 1 else wrong.index
+                what = "not written"
+                if wrong.found > wrong.expected:
+                    code, what = "S202", "written twice"
+                message = f"elements of {name!r} from {first} on are {what}; this rank holds {describe_boxes(boxes)}."
+            found.append(Finding(code, "materialise", message, rank=rank, tensor=name))
         return found
 
     def num_by_kind(self) -> dict[str, int]:

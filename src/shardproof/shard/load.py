@@ -193,8 +193,7 @@ def _shard(
     sum_gradients(module)
     buffers = {clean_name(name): buffer for name, buffer in skeleton.model.named_buffers()}
     for info in inventory.persistent_buffers:
-        flat = buffers[info.name].view(-1)
-        shards.append(LocalShard(info.name, info.shape, 0, flat.numel(), flat))
+        shards.append(LocalShard.of_whole(info.name, buffers[info.name]))
     return module, shards
 
 

@@ -3,40 +3,61 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from math import prod
 from typing import NamedTuple
 
 import torch
 from transformers import PreTrainedModel
 
 from shardproof.errors import fail
-from shardproof.model.initial import draw, initialise_whole
+from shardproof.model.initial import InitSpec, draw, initialise_whole
 from shardproof.shard.ledger import Ledger
-from shardproof.shard.local import LocalShard
+from shardproof.shard.local import LocalShard, Part
 from shardproof.shard.plan import ShardPlan
 from shardproof.shard.staging import Staging
 from shardproof.weights.box_tensor import BoxTensor, Run
-from shardproof.weights.boxes import Box, Piece, cut, flat_range_boxes, orient, put, shape_of
+from shardproof.weights.boxes import (
+    Box,
+    Piece,
+    blocks,
+    copy_overlap,
+    cut,
+    enclosing_range,
+    orient,
+    put,
+    shape_of,
+    size_of,
+)
 from shardproof.weights.mapping import WholeConversion
 from shardproof.weights.reader import Checkpoint, SliceSource
 
 Progress = Callable[[int], None]
 _MANY_RUNS = 16
+_DRAWN_ELEMENTS = 1 << 20  # what `draw` makes at a time
 
 
 class Read(NamedTuple):
-    """One box of a checkpoint tensor and the place in a flat buffer it fills."""
+    """One box of a checkpoint tensor and the place in a tensor and in its memory that it fills."""
 
-    piece: Piece
-    offset: int  # of the block in the whole tensor's flat order
-    block: tuple[int, ...]  # shape of the block that the piece is relative to
+    piece: Piece  # relative to the block
+    offset: int  # of the block in the memory
+    block: Box  # of the whole tensor, contiguous in the memory
+
+    @property
+    def box(self) -> Box:
+        """The box of the whole tensor that it fills."""
+        return tuple((a + low, b + low) for (a, b), (low, _) in zip(self.piece.box, self.block, strict=True))
+
+    def block_of(self, memory: torch.Tensor, low: int = 0) -> torch.Tensor:
+        """The block, in memory from its element `low` on."""
+        at = self.offset - low
+        return memory[at : at + size_of(self.block)].view(shape_of(self.block))
 
 
-def list_reads(boxes: BoxTensor, start: int, stop: int) -> Iterator[Read]:
-    """The reads that fill elements [start, stop) of a tensor, in order."""
-    for offset, box in flat_range_boxes(boxes.shape, start, stop):
-        for piece in boxes.slices(box):
-            yield Read(piece, offset, shape_of(box))
+def list_reads(boxes: BoxTensor, box: Box, low: int = 0, high: int | None = None) -> Iterator[Read]:
+    """The reads that fill elements [low, high) of the memory that holds a box, in order."""
+    for offset, block in blocks(boxes.shape, box, low, high):
+        for piece in boxes.slices(block):
+            yield Read(piece, offset, block)
 
 
 def list_runs(boxes: BoxTensor, start: int, stop: int) -> list[Run] | None:
@@ -56,9 +77,9 @@ def materialise(
     ledger = Ledger()
     bytes_read = 0
     for shard in shards:
-        ledger.expect(shard.name, shard.start, shard.stop)
+        ledger.expect(shard.name, shard.shape, shard.boxes)
         origin = plan.origins[shard.name]
-        if shard.start < shard.stop:
+        if shard.flat.numel():
             if isinstance(origin, BoxTensor):
                 assert source is not None
                 bytes_read += _write_boxes(shard, origin, source, ledger, staging)
@@ -67,12 +88,11 @@ def materialise(
                 value = origin.convert(source, model)
                 _check_shape(shard, value)
                 bytes_read += value.numel() * value.element_size()
-                _write_values(shard, value.reshape(-1)[shard.start : shard.stop], ledger)
+                _write_value(shard, value, ledger)
             elif origin.kind == "module":
-                value = initialise_whole(origin, plan.seed)
-                _write_values(shard, value.reshape(-1)[shard.start : shard.stop], ledger)
+                _write_value(shard, initialise_whole(origin, plan.seed), ledger)
             else:
-                _write_values(shard, draw(origin, plan.seed, shard.shape, shard.start, shard.stop), ledger)
+                _write_drawn(shard, origin, plan.seed, ledger)
         ledger.name_writer(shard.name, plan.writers[shard.name])
         progress(shard.nbytes)
     staging.finish()
@@ -85,32 +105,42 @@ def _check_shape(shard: LocalShard, value: torch.Tensor) -> None:
         raise fail("L106", "materialise", message, tensor=shard.name)
 
 
-def _write_values(shard: LocalShard, values: torch.Tensor, ledger: Ledger) -> None:
-    shard.flat.copy_(values)
-    ledger.write(shard.name, shard.start, shard.stop)
+def _write_value(shard: LocalShard, value: torch.Tensor, ledger: Ledger) -> None:
+    for box, memory in shard.parts():
+        memory.view(shape_of(box)).copy_(cut(value, box))
+        ledger.write(shard.name, box)
+
+
+def _write_drawn(shard: LocalShard, origin: InitSpec, seed: int, ledger: Ledger) -> None:
+    for box, memory in shard.parts():
+        start, stop = enclosing_range(box, shard.shape)
+        for low in range(start - start % _DRAWN_ELEMENTS, stop, _DRAWN_ELEMENTS):
+            a, b = max(low, start), min(low + _DRAWN_ELEMENTS, stop)
+            copy_overlap(shard.shape, memory, box, draw(origin, seed, shard.shape, a, b), ((a, b),))
+        ledger.write(shard.name, box)
 
 
 def _write_boxes(
     shard: LocalShard, boxes: BoxTensor, source: SliceSource, ledger: Ledger, staging: Staging
 ) -> int:
-    runs = list_runs(boxes, shard.start, shard.stop) if isinstance(source, Checkpoint) else None
-    if runs is not None:
-        assert isinstance(source, Checkpoint)
-        return _write_runs(shard, boxes.dtype, runs, source, ledger, staging)
     bytes_read = 0
-    for low, high, buffer in staging.buffers(shard, boxes.dtype):
-        for read in list_reads(boxes, low, high):
-            at = read.offset - low
-            block = buffer[at : at + prod(read.block)].view(read.block)
-            value = source.view(read.piece.source, read.piece.source_box)
-            bytes_read += put(block, read.piece, value) * value.element_size()
-            for a, b in _flat_intervals(read.block, read.piece.box):
-                ledger.write(shard.name, read.offset + a, read.offset + b)
+    for part in shard.parts():
+        if isinstance(source, Checkpoint) and len(part.box) == 1:
+            runs = list_runs(boxes, *part.box[0])
+            if runs is not None:
+                bytes_read += _write_runs(shard.name, part, boxes.dtype, runs, source, ledger, staging)
+                continue
+        for low, high, buffer in staging.buffers(part.memory, boxes.dtype):
+            for read in list_reads(boxes, part.box, low, high):
+                value = source.view(read.piece.source, read.piece.source_box)
+                bytes_read += put(read.block_of(buffer, low), read.piece, value) * value.element_size()
+                ledger.write(shard.name, read.box)
     return bytes_read
 
 
 def _write_runs(
-    shard: LocalShard,
+    shard_name: str,
+    part: Part,
     dtype: torch.dtype,
     runs: list[Run],
     source: Checkpoint,
@@ -122,7 +152,9 @@ def _write_runs(
     Many short runs are first laid side by side in the checkpoint's dtype, so that they are converted in one go.
     """
     size = dtype.itemsize
-    for low, high, buffer in staging.buffers(shard, dtype, gather=len(runs) > _MANY_RUNS):
+    ((first, last),) = part.box
+    for low, high, buffer in staging.buffers(part.memory, dtype, gather=len(runs) > _MANY_RUNS):
+        low, high = first + low, first + high
         target = buffer.view(torch.uint8).numpy().data if buffer.dtype == dtype else None
         for start, length, name, source_start in runs:
             a, b = max(low, start), min(high, start + length)
@@ -135,26 +167,8 @@ def _write_runs(
                 target[(a - low) * size : (b - low) * size] = raw
             else:
                 buffer[a - low : b - low].copy_(torch.frombuffer(raw, dtype=torch.uint8).view(dtype))
-            ledger.write(shard.name, a, b)
-    return (shard.stop - shard.start) * dtype.itemsize
-
-
-def _flat_intervals(shape: tuple[int, ...], box: Box) -> Iterator[tuple[int, int]]:
-    """The contiguous ranges of a block's flat order that a box of it covers."""
-    inner = len(shape)
-    while inner and box[inner - 1] == (0, shape[inner - 1]):
-        inner -= 1
-    if inner == 0:
-        yield 0, prod(shape)
-        return
-    row = prod(shape[inner:])
-    a, b = box[inner - 1]
-    outer = [0]
-    for dim in range(inner - 1):
-        stride = prod(shape[dim + 1 :])
-        outer = [base + index * stride for base in outer for index in range(*box[dim])]
-    for base in outer:
-        yield base + a * row, base + b * row
+            ledger.write(shard_name, ((a, b),))
+    return (last - first) * size
 
 
 def check_tied_copies(plan: ShardPlan, shards: Sequence[LocalShard], source: SliceSource) -> None:
@@ -163,11 +177,10 @@ def check_tied_copies(plan: ShardPlan, shards: Sequence[LocalShard], source: Sli
         other = plan.tie_checks.get(shard.name)
         if other is None:
             continue
-        for read in list_reads(other, shard.start, shard.stop):
-            value = orient(source.view(read.piece.source, read.piece.source_box), read.piece.dims)
-            at = read.offset - shard.start
-            block = shard.flat[at : at + prod(read.block)].view(read.block)
-            held = cut(block, read.piece.box)
-            if not torch.equal(held, value.to(held.device, held.dtype)):
-                message = f"{shard.name!r} and {read.piece.source!r} differ in the checkpoint, and the config ties them."
-                raise fail("L112", "materialise", message, tensor=shard.name)
+        for box, memory in shard.parts():
+            for read in list_reads(other, box):
+                value = orient(source.view(read.piece.source, read.piece.source_box), read.piece.dims)
+                held = cut(read.block_of(memory), read.piece.box)
+                if not torch.equal(held, value.to(held.device, held.dtype)):
+                    message = f"{shard.name!r} and {read.piece.source!r} differ in the checkpoint, and the config ties them."
+                    raise fail("L112", "materialise", message, tensor=shard.name)

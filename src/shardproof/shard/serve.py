@@ -46,19 +46,18 @@ def list_requests(plan: ShardPlan, shards: Sequence[LocalShard]) -> list[Request
     requests: list[Request] = []
     for shard in shards:
         origin = plan.origins[shard.name]
-        if shard.start >= shard.stop:
-            continue
         if isinstance(origin, BoxTensor):
             requests += [
                 (read.piece.source, read.piece.source_box)
-                for low, high in Staging.parts(shard, origin.dtype)
-                for read in list_reads(origin, low, high)
+                for box, memory in shard.parts()
+                for low, high in Staging.parts(memory, origin.dtype)
+                for read in list_reads(origin, box, low, high)
             ]
-        elif isinstance(origin, WholeConversion):
+        elif shard.flat.numel() and isinstance(origin, WholeConversion):
             requests += [(name, ()) for names in origin.sources.values() for name in names]
     for shard in shards:
-        if shard.name in plan.tie_checks:
-            reads = list_reads(plan.tie_checks[shard.name], shard.start, shard.stop)
+        for box in shard.boxes if shard.name in plan.tie_checks else ():
+            reads = list_reads(plan.tie_checks[shard.name], box)
             requests += [(read.piece.source, read.piece.source_box) for read in reads]
     return requests
 

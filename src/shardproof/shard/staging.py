@@ -6,8 +6,6 @@ from collections.abc import Iterator
 
 import torch
 
-from shardproof.shard.local import LocalShard
-
 _STAGE_BYTES = 32 * 2**20
 _NUM_STAGES = 3
 _GATHER_BYTES = 4 * 2**20  # stays in a core's cache between the copy and the conversion
@@ -24,38 +22,38 @@ class Staging:
         self._gathered: torch.Tensor | None = None
 
     @staticmethod
-    def parts(shard: LocalShard, source_dtype: torch.dtype) -> Iterator[tuple[int, int]]:
-        """The consecutive ranges that a shard is filled in; who reads for this rank reads them in the same order."""
-        size = shard.stop - shard.start
-        step = max(size, 1) if shard.flat.device.type == "cpu" else _STAGE_BYTES // source_dtype.itemsize
-        for low in range(shard.start, shard.stop, step):
-            yield low, min(low + step, shard.stop)
+    def parts(memory: torch.Tensor, source_dtype: torch.dtype) -> Iterator[tuple[int, int]]:
+        """The consecutive ranges that memory is filled in; who reads for this rank reads them in the same order."""
+        size = memory.numel()
+        step = max(size, 1) if memory.device.type == "cpu" else _STAGE_BYTES // source_dtype.itemsize
+        for low in range(0, size, step):
+            yield low, min(low + step, size)
 
     def buffers(
-        self, shard: LocalShard, source_dtype: torch.dtype, gather: bool = False
+        self, memory: torch.Tensor, source_dtype: torch.dtype, gather: bool = False
     ) -> Iterator[tuple[int, int, torch.Tensor]]:
-        """(low, high, buffer) for consecutive parts of the shard; the caller fills `buffer` before it asks for more.
+        """(low, high, buffer) for consecutive ranges of the memory; the caller fills `buffer` before it asks for more.
 
-        On the CPU the buffer is the shard itself, unless many small pieces are to be converted: with `gather` they
+        On the CPU the buffer is the memory itself, unless many small pieces are to be converted: with `gather` they
         are laid side by side in the checkpoint's dtype first.
         """
-        if shard.flat.device.type == "cpu" and (not gather or shard.flat.dtype == source_dtype):
-            for low, high in self.parts(shard, source_dtype):
-                yield low, high, shard.flat[low - shard.start : high - shard.start]
+        if memory.device.type == "cpu" and (not gather or memory.dtype == source_dtype):
+            for low, high in self.parts(memory, source_dtype):
+                yield low, high, memory[low:high]
             return
-        if shard.flat.device.type == "cpu":
+        if memory.device.type == "cpu":
             step = _GATHER_BYTES // source_dtype.itemsize
-            for low in range(shard.start, shard.stop, step):
-                high = min(low + step, shard.stop)
+            for low in range(0, memory.numel(), step):
+                high = min(low + step, memory.numel())
                 buffer = self._scratch(source_dtype)[: high - low]
                 yield low, high, buffer
-                shard.flat[low - shard.start : high - shard.start].copy_(buffer)
+                memory[low:high].copy_(buffer)
             return
-        for low, high in self.parts(shard, source_dtype):
+        for low, high in self.parts(memory, source_dtype):
             pinned = self._take()
             buffer = pinned[: (high - low) * source_dtype.itemsize].view(source_dtype)
             yield low, high, buffer
-            self._send(buffer, shard.flat[low - shard.start : high - shard.start])
+            self._send(buffer, memory[low:high])
 
     def _scratch(self, dtype: torch.dtype) -> torch.Tensor:
         if self._gathered is None:

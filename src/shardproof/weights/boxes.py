@@ -209,7 +209,9 @@ class Window(NamedTuple):
         return 1 + sum((n - 1) * stride for n, stride in zip(self.shape, self.strides, strict=True))
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
-        return flat[self.offset : self.offset + self.span].as_strided(self.shape, self.strides)
+        step = flat.stride(0)  # not 1 where the memory is itself a view, such as a column
+        strides = [stride * step for stride in self.strides]
+        return flat[self.offset : self.offset + self.span].as_strided(self.shape, strides)
 
 
 def window(offset: int, block: Box, part: Box) -> Window:
@@ -248,6 +250,14 @@ def copy_overlap(
         return
     for mine, theirs in overlaps(shape, target_box, source_box):
         mine.of(target).copy_(theirs.of(source))
+
+
+def put_held(target: torch.Tensor, piece: Piece, box: Box, memory: torch.Tensor) -> None:
+    """Copy what the memory that holds a box of the piece's source has of the piece to its place."""
+    for offset, block in blocks(piece.source_shape, box):
+        part = piece.out_of(block)
+        if part is not None:
+            put(target, part, window(offset, block, part.source_box).of(memory))
 
 
 class Miscount(NamedTuple):
