@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 import sys
@@ -12,9 +13,12 @@ import pytest
 import torch.distributed as dist
 import transformers
 
+from shardproof.config.load import load_recipe
 from shardproof.rl import agreement
+from shardproof.rl.algorithms.registry import find_algorithm
+from shardproof.rl.checks import Inputs
 from tests.ranks import run_ranks, run_ranks_outcomes
-from tests.rl.runs import RECIPES, lines, run_recipe, small_recipe, write_rows
+from tests.rl.runs import RECIPES, TINY, lines, run_recipe, small_recipe, write_rows
 
 pytestmark = [pytest.mark.distributed, pytest.mark.fault]
 
@@ -92,6 +96,15 @@ def test_another_reward_of_the_same_name_on_one_rank_is_refused(tmp_path):
     recipe = small_recipe(tmp_path / "run", *ONE_STEP, "reward.functions=[{name='node_rewards:f'}]")
     message = refused(2, run_with_rewards, recipe, folders)
     assert "ranks have different rewards: source of node_rewards:f is " in message
+
+
+def test_sources_of_users_algorithms_are_part_of_what_ranks_compare():
+    name = "tests.rl.test_algorithms:Pairs"
+    find_algorithm(name)
+    inputs = Inputs(None, None, [], [], ())
+    found = agreement.identity(load_recipe(TINY, [f"algorithm.name={name}"]), inputs)
+    source = Path(__file__).with_name("test_algorithms.py").read_bytes()
+    assert found[f"extensions/source of the algorithm {name}"] == hashlib.sha256(source).hexdigest()[:12]
 
 
 def run_with_code(recipe: str, package: Path) -> dict[str, float]:
