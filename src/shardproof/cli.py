@@ -135,7 +135,7 @@ def _launch(
 
     from shardproof.dist.launch import RankFailed, RanksKilled, start_ranks
 
-    logging.getLogger("torch.distributed.elastic.multiprocessing.api").addFilter(_said_enough)
+    logging.getLogger("torch.distributed.elastic.multiprocessing.api").addFilter(_is_unexplained)
     try:
         start_ranks(
             run_rank,
@@ -146,7 +146,7 @@ def _launch(
             rdzv_endpoint=endpoint,
             rdzv_id=run_id,
             max_restarts=max_restarts,
-            # A rank that a signal ended is not lost, and a recipe that cannot be used will not become usable.
+            # A rank that a signal ended is not restarted, nor is a recipe that cannot be used.
             final_exit_codes=(_EXPLAINED[0], *STOP_EXIT_CODES, *(-number for number in STOP_SIGNALS)),
             loopback_only=not recipe.rollout.vllm.allow_remote,
         )
@@ -164,8 +164,8 @@ def _launch(
         raise SystemExit(error.exit_code if error.exit_code > 0 else 1) from None
 
 
-def _said_enough(record: logging.LogRecord) -> bool:
-    """False for the agent's report of a rank that has said itself what was wrong, or was stopped."""
+def _is_unexplained(record: logging.LogRecord) -> bool:
+    """False for the agent's report of a rank that printed its own findings, or was stopped."""
     return not any(f"(exitcode: {code})" in record.getMessage() for code in (*_EXPLAINED, *STOP_EXIT_CODES))
 
 

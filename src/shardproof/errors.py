@@ -52,7 +52,7 @@ class RolloutFault(Fault):
     """A rollout engine or reward does not do what it should (R5xx)."""
 
 
-# A stranger's checkpoint may have a million names: comparing with all of them would take minutes.
+# An untrusted checkpoint may have a million names: comparing with all of them would take minutes.
 _COMPARED_NAMES, _COMPARED_CHARACTERS = 10_000, 200
 
 _BY_LETTER: dict[str, type[ShardproofError]] = {

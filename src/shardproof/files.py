@@ -53,7 +53,7 @@ def open_atomic(path: Path) -> Iterator[BinaryIO]:
 
 
 def append_line(path: Path, value: dict[str, Any]) -> None:
-    """Add one JSON object as a line. A line that an earlier kill cut short is ended first, so that it stays alone."""
+    """Add one JSON object as a line. A line that an earlier kill cut short is ended first."""
     line = json.dumps(value).encode() + b"\n"
     with path.open("ab+") as file:
         size = file.seek(0, os.SEEK_END)
@@ -111,7 +111,7 @@ def _exchange(one: Path, other: Path) -> bool:
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a folder if it is there. What is half removed does not have its name any more."""
+    """Remove a folder if it exists. It is renamed first, so a partly removed folder never has its name."""
     if not folder.is_dir():
         return
     doomed = folder.with_name(f"{REMOVED}{folder.name.lstrip('.')}-{secrets.token_hex(4)}")
@@ -129,11 +129,11 @@ class FolderLock:
 
     def acquire(self, stage: str) -> None:
         """Claim the folder, or raise with the host and process that hold it."""
-        # What a link of this name leads to is not emptied.
+        # A symbolic link of this name is not followed, so its target is not emptied.
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         descriptor = os.open(self._path, flags, 0o644)
         try:
-            # The kernel drops the lock with its last holder, so that a lock which a kill left behind is not in the way.
+            # The kernel drops the lock with its last holder, so a killed process leaves no lock behind.
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             holder, *_ = os.pread(descriptor, 1024, 0).decode(errors="replace").strip().split("\n")
@@ -144,8 +144,8 @@ class FolderLock:
             raise fail("C006", stage, message, fix="wait for it, stop it, or use another folder") from None
         since = time.strftime("%Y-%m-%d %H:%M:%S")
         holder = f"process {os.getpid()} on host {socket.gethostname()} since {since}"
-        noted = f"{holder}\n{secrets.token_hex(4)}\n".encode()  # no other claim has this text
-        with contextlib.suppress(OSError):  # a full disk: the claim stands without its name
+        noted = f"{holder}\n{secrets.token_hex(4)}\n".encode()  # unique to this claim
+        with contextlib.suppress(OSError):  # a full disk: the lock holds without its text
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, noted, 0)
             self._noted = noted
@@ -157,7 +157,7 @@ class FolderLock:
             return bool(self._noted) and self._path.read_bytes() != self._noted
         except FileNotFoundError:
             return True
-        except OSError:  # a disk that does not answer just now
+        except OSError:  # a disk that does not answer at the moment
             return False
 
     def release(self) -> None:
@@ -165,6 +165,6 @@ class FolderLock:
             descriptor, self._descriptor = self._descriptor, None
             with contextlib.suppress(OSError):
                 os.ftruncate(descriptor, 0)
-            # Closing alone would leave the lock to a child that was forked meanwhile.
+            # A child that was forked meanwhile would keep the lock if the file were only closed.
             fcntl.flock(descriptor, fcntl.LOCK_UN)
             os.close(descriptor)

@@ -1,4 +1,4 @@
-"""Findings: what a check saw, in words that name the culprit and the fix."""
+"""Findings: what a check found, with its code, rank, tensor and fix."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class Finding:
         where = f"rank {self.rank}: " if self.rank is not None else ""
         fix = self.fix or CODES[self.code][1]
         text = f"{self.code} {self.stage}: {where}{self.message}\nFix: {fix}; see docs/faults.md#{self.code.lower()}"
-        return printable(text)  # names and values in it may be a stranger's
+        return printable(text)  # names and values in it may come from untrusted files
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -102,7 +102,7 @@ class Finding:
 
 
 def merge_findings(per_rank: list[list[Finding]]) -> list[Finding]:
-    """One list from every rank's list: equal findings are said once, in rank order."""
+    """One list from every rank's list: equal findings once, in rank order."""
     seen: dict[Finding, None] = {}
     for findings in per_rank:
         for finding in findings:

@@ -1,4 +1,4 @@
-"""Files that a stranger may have written: opened read-only, if they are plain files of a bearable size in their folder."""
+"""Untrusted files, opened read-only: regular files of bounded size inside their folder."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def read_foreign(
 def read_json(
     path: Path, stage: str, *, code: str = "L103", inside: Path | None = None, max_bytes: int = MAX_TEXT_BYTES
 ) -> Any:
-    """The JSON value in a foreign file. Text that is not UTF-8, too deep or no JSON raises `code`."""
+    """The JSON value in a foreign file. Text that is not UTF-8, not JSON or nested too deeply raises `code`."""
     raw = read_foreign(path, stage, code=code, inside=inside, max_bytes=max_bytes)
     return parse_json(raw, path.name, stage, code=code)
 
@@ -74,12 +74,12 @@ def parse_json(raw: bytes, label: str, stage: str, *, code: str = "L103", unique
     """The JSON value of foreign bytes. With `unique_keys` an object that has a key twice raises as well."""
     try:
         text = raw.removeprefix(codecs.BOM_UTF8).decode()
-        return json.loads(text, object_pairs_hook=_without_twins if unique_keys else None)
+        return json.loads(text, object_pairs_hook=_unique if unique_keys else None)
     except (ValueError, RecursionError) as error:  # both JSON's and UTF-8's errors are ValueErrors
         raise fail(code, stage, f"{label} is not valid JSON: {error}.") from error
 
 
-def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
         keys = [key for key, _ in pairs]

@@ -31,7 +31,7 @@ class _PrintableRecord(logging.LogRecord):
 
 
 def sanitise_logging() -> None:
-    """Make every log line of this process printable, those of libraries that quote a stranger's files too."""
+    """Make every log line of this process printable, including those of libraries that quote untrusted files."""
     if logging.getLogRecordFactory() is logging.LogRecord:  # a factory that somebody else set is theirs
         logging.setLogRecordFactory(_PrintableRecord)
 

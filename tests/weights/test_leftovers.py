@@ -21,5 +21,5 @@ def test_a_save_clears_its_own_leftovers_alone(tmp_path: Path, name: str) -> Non
         (tmp_path / each).mkdir()
     place = ModelFolder(tmp_path / name, False, "89abcdef")
     place.begin()
-    place.give_up()
+    place.abort()
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(others)

@@ -1,8 +1,8 @@
-"""torch's elastic agent as this project runs it: closed to strangers, and a stop is not a failure.
+"""torch's elastic agent as this project runs it: nodes authenticate each other, and a stop is not a failure.
 
-On one node there is nobody to meet, so that nothing listens. Several nodes meet through torch's rendezvous, whose state
-is pickled in a store that anyone on the network can write to: here every state carries a signature under the run's
-secret, and what has none is never unpickled.
+One node needs no rendezvous, so nothing listens. Several nodes use torch's rendezvous, whose state is pickled in a store
+that anyone on the network can write to. Here every state is signed with the run's secret, and unsigned state is never
+unpickled.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, Token, create_handler
 
-_FAILED_PATIENCE_S = 30  # for ranks that are ended because another one failed
+_FAILED_GRACE_S = 30  # for ranks that are ended because another one failed
 _SAME_INTERRUPT_S = 1.0  # a terminal and a wrapper may both deliver one Ctrl-C
 _TORCH_TIMEOUT_S = 900  # torch's own default for a rendezvous
 _SIGNATURE_BYTES = 32
 
 
 class OneNode(RendezvousHandler):
-    """The rendezvous of a run on one node: it is over before it begins."""
+    """The rendezvous of a run on one node, complete from the start."""
 
     def __init__(self, run_id: str):
         self._run_id = run_id
@@ -72,7 +72,7 @@ class OneNode(RendezvousHandler):
 
 
 class SignedBackend(RendezvousBackend):
-    """A backend whose states are signed: one that was not written by a node of this run raises, unread."""
+    """A backend whose states are signed; a state without this run's signature raises before it is unpickled."""
 
     def __init__(self, backend: RendezvousBackend, key: bytes):
         self._backend, self._key = backend, key
@@ -117,20 +117,20 @@ def several_nodes(min_nodes: int, max_nodes: int, endpoint: str, secret: str) ->
 
 
 def derive(secret: str) -> tuple[str, bytes]:
-    """The name under which nodes meet, which the store shows to anyone, and the key that it does not give away."""
+    """The name of the rendezvous, which anyone can read in the store, and the signing key, which it does not reveal."""
     derived = hashlib.pbkdf2_hmac("sha256", secret.encode(), b"shardproof rendezvous", 100_000, 48)
     return derived[:16].hex(), derived[16:]
 
 
 class Agent(LocalElasticAgent):
-    """Starts ranks and, when one fails, all of them again; exit codes in `final` say that nothing is to be restarted.
+    """Starts ranks and, when one fails, all of them again; exit codes in `final` prevent a restart.
 
-    The first signal is handed on to the ranks, which have `patience_s` to save. An interrupt after it kills them.
+    The first signal is forwarded to the ranks, which have `grace_s` to save. An interrupt after it kills them.
     """
 
-    def __init__(self, spec: WorkerSpec, folder: str, final: Collection[int], patience_s: int):
+    def __init__(self, spec: WorkerSpec, folder: str, final: Collection[int], grace_s: int):
         super().__init__(spec, DefaultLogsSpecs(log_dir=folder))
-        self._final, self._patience_s = final, patience_s
+        self._final, self._grace_s = final, grace_s
         self._is_final = False
         self.killed = False  # by an interrupt that came after the first signal
 
@@ -146,17 +146,17 @@ class Agent(LocalElasticAgent):
         return result
 
     def _shutdown(self, death_sig: signal.Signals | None = None, timeout: int = 0) -> None:
-        """End the ranks: with a signal that came from outside, or else because one of them is no more."""
-        patience_s = self._patience_s if death_sig is not None or self._is_final else _FAILED_PATIENCE_S
+        """End the ranks, with the signal that was received or, where another rank failed, with SIGTERM."""
+        grace_s = self._grace_s if death_sig is not None or self._is_final else _FAILED_GRACE_S
         number = death_sig if death_sig is not None else signal.SIGTERM
         with self._kill_on_interrupt():
             if self._pcontext is not None:
-                self._pcontext.close(number, patience_s)
+                self._pcontext.close(number, grace_s)
             super()._shutdown(number)
 
     @contextlib.contextmanager
     def _kill_on_interrupt(self) -> Iterator[None]:
-        """Inside the block further signals do not disturb ranks that save, but an interrupt kills them."""
+        """Inside the block further signals do not interrupt ranks that are saving; SIGINT kills them."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -180,7 +180,7 @@ class Agent(LocalElasticAgent):
 
 
 def _ignore(*_: object) -> None:
-    """A handler, because SIG_IGN would be inherited by processes that are started meanwhile."""
+    """Does nothing. SIG_IGN in its place would be inherited by processes that are started meanwhile."""
 
 
 def make_spec(

@@ -1,4 +1,4 @@
-"""The process group: of ranks that are started here, what torchrun started, or a group of one."""
+"""The process group: ranks that are started here, ranks that torchrun started, or a group of one."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 _STORE_FOLDER = "SHARDPROOF_STORE_FOLDER"
 _MIN_SECRET = 16  # characters
-_PATIENCE_S = "180"  # for the step and the checkpoint that ranks finish after a signal
+_GRACE_S = "180"  # for the step and the checkpoint that ranks finish after a signal
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 _groups_made = itertools.count()
@@ -137,7 +137,7 @@ def start_ranks(
 ) -> dict[int, Any]:
     """What `function` returns on each rank of this node, started through torch's elastic agent.
 
-    The agent also brings nodes together and restarts ranks, except after one of `final_exit_codes`. On one node nothing
+    The agent also connects nodes and restarts ranks, except after one of `final_exit_codes`. On one node nothing
     listens beyond loopback; `loopback_only=False` lets NCCL reach other hosts, such as those of an inference server. The
     ranks do not outlive this process. Raises `RankFailed` with the first rank that failed.
     """
@@ -145,18 +145,18 @@ def start_ranks(
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = _signals_to_handle()
-    patience_s = int(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _PATIENCE_S))
+    grace_s = int(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _GRACE_S))
     min_nodes, max_nodes = node_range(nnodes)
     handler: RendezvousHandler
     with tempfile.TemporaryDirectory(prefix="shardproof-ranks-", ignore_cleanup_errors=True) as folder:
         if max_nodes == 1:
             handler, environment = OneNode(os.path.basename(folder)), {_STORE_FOLDER: folder}
         else:
-            handler, environment = _meet(min_nodes, max_nodes, rdzv_endpoint, rdzv_id), {}
-        # Arguments that are strings would go through a template of the agent's, in which "$$" means "$".
+            handler, environment = _rendezvous(min_nodes, max_nodes, rdzv_endpoint, rdzv_id), {}
+        # The agent would expand strings among the arguments as templates, in which "$$" means "$".
         rank_args = (os.getpid(), environment, loopback_only and max_nodes == 1, function, args)
         spec = make_spec(handler, _run_rank, rank_args, num_ranks, max_restarts)
-        return _results(Agent(spec, folder, final_exit_codes, patience_s), handler)
+        return _results(Agent(spec, folder, final_exit_codes, grace_s), handler)
 
 
 def _results(agent: Agent, handler: RendezvousHandler) -> dict[int, Any]:
@@ -168,13 +168,13 @@ def _results(agent: Agent, handler: RendezvousHandler) -> dict[int, Any]:
     try:
         result = agent.run()
     except SignalException:
-        # The rendezvous stays open: other nodes go on, or this one comes back.
+        # The rendezvous stays open: other nodes continue, or this one is started again.
         if agent.killed:
             raise RanksKilled from None
         raise
     except RendezvousError as error:
         handler.shutdown()
-        raise _parted(error, agent.started) from error
+        raise _rendezvous_error(error, agent.started) from error
     except BaseException:
         handler.shutdown()
         raise
@@ -185,8 +185,8 @@ def _results(agent: Agent, handler: RendezvousHandler) -> dict[int, Any]:
     return {} if result is None else result.return_values
 
 
-def _parted(error: Exception, started: bool) -> ShardproofError:
-    """What to tell a user whose nodes did not meet, or lost each other."""
+def _rendezvous_error(error: Exception, started: bool) -> ShardproofError:
+    """The error for nodes that could not connect, or lost their connection."""
     message = f"the nodes {'lost each other' if started else 'did not meet'}: {printable(error)}"
     if started:
         return fail("T308", "launch", message, fix="look at the other nodes' logs; the same command goes on")
@@ -203,7 +203,9 @@ def node_range(nnodes: str) -> tuple[int, int]:
     return int(low), int(high or low)
 
 
-def _meet(min_nodes: int, max_nodes: int, endpoint: str | None, secret: str | None) -> RendezvousHandler:
+def _rendezvous(
+    min_nodes: int, max_nodes: int, endpoint: str | None, secret: str | None
+) -> RendezvousHandler:
     from torch.distributed.elastic.rendezvous import RendezvousError
 
     from shardproof.dist.agent import several_nodes
@@ -220,15 +222,15 @@ def _meet(min_nodes: int, max_nodes: int, endpoint: str | None, secret: str | No
     )
     try:
         return several_nodes(min_nodes, max_nodes, endpoint, secret)
-    except ValueError as error:  # an endpoint that is none
+    except ValueError as error:  # not a valid endpoint
         message = f"--rdzv-endpoint {endpoint!r}: {printable(error)}"
         raise fail("C001", "launch", message, fix="write it as HOST:PORT") from error
     except RendezvousError as error:
-        raise _parted(error, started=False) from error
+        raise _rendezvous_error(error, started=False) from error
 
 
 def _signals_to_handle() -> str:
-    """What the agent hands on to the ranks; a hang-up that nohup has switched off stays off."""
+    """The signals that the agent forwards to the ranks; SIGHUP stays ignored under nohup."""
     ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return "SIGTERM,SIGINT,SIGQUIT" if ignored else "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
 
@@ -240,15 +242,15 @@ def _run_rank(
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> Any:
-    """A rank's life, in its own process."""
-    _leave_with(parent)
+    """What each rank's process runs."""
+    _die_with_parent(parent)
     os.environ.update(environment)
     if loopback_only:
         _keep_to_loopback("NCCL_SOCKET_IFNAME")
     return function(*args)
 
 
-def _leave_with(parent: int) -> None:
+def _die_with_parent(parent: int) -> None:
     """Let the kernel kill this process when the one that started it is gone, however that one ended."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,8 +1,8 @@
-"""Memory of one process that others of its host map: how it is made, told of, and opened.
+"""Shared memory of the processes of one host: how it is created, announced and mapped.
 
-It is an anonymous file without a name in any file system, and its address is a path under /proc. A path says nothing
-about whose it is: on another host, or after a process id was used again, it leads to another file. Whoever opens one
-therefore looks at what was opened, and maps nothing but the announced memory.
+It is an anonymous file (memfd), and its address is a path under /proc. On another host, or after a process id was
+reused, the same path leads to another file. A process that opens one therefore checks what it opened, and maps nothing
+but the announced memory.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 
 
 class NotOurs(Exception):
-    """What lies at an address is not the memory that was announced."""
+    """The file at an address is not the memory that was announced."""
 
 
 @dataclass(frozen=True)
 class RegionAddress:
-    """Where memory lies, and what tells it from everything else that could lie there."""
+    """The path of shared memory, with the token and size that identify it."""
 
     path: str
     token: str
@@ -49,7 +49,7 @@ class RegionAddress:
 
 
 def create_region(size: int) -> tuple[int, RegionAddress]:
-    """(descriptor, address) of new memory, which is gone when the last process that holds or maps it is."""
+    """(descriptor, address) of new memory, freed when the last process that holds or maps it ends."""
     token = secrets.token_hex(16)
     descriptor = os.memfd_create(_name(token), os.MFD_CLOEXEC)
     os.fchmod(descriptor, 0o600)
@@ -60,7 +60,7 @@ def create_region(size: int) -> tuple[int, RegionAddress]:
 def map_region(address: RegionAddress, writable: bool = False) -> torch.Tensor:
     """The bytes of the memory at an address; raises `NotOurs` for anything else, which it neither opens nor changes.
 
-    Without `writable` the mapping is private: what is written to the tensor reaches nobody.
+    Without `writable` the mapping is private: writes to the tensor are not seen by others.
     """
     if not _DESCRIPTOR.fullmatch(address.path) or not _TOKEN.fullmatch(address.token):
         raise NotOurs(f"{address.path!r} is not the address of shared memory")
@@ -117,7 +117,7 @@ def _reason(error: OSError) -> str:
 def open_region(size: int, group: dist.ProcessGroup) -> torch.Tensor | None:
     """`size` bytes that every rank of the group maps, or None on all of them where one cannot.
 
-    Nobody keeps the memory open: it is gone when the last mapping is, however a process ends.
+    No descriptor stays open: the memory is freed with its last mapping, however a process ends.
     Collective: every rank, each with its group.
     """
     memory, answers = _offer(size, dist.get_global_rank(group, 0))
@@ -145,7 +145,7 @@ def _offer(size: int, first: int) -> tuple[torch.Tensor | None, list[bool]]:
         address = made.to_json()
     try:
         memory = _map(exchange(address)[first])
-        # Every rank has mapped it, or tried to, before the first one closes it.
+        # By this exchange every rank has mapped it, or failed to, before the first rank closes it.
         return memory, exchange(memory is not None)
     finally:
         if descriptor >= 0:

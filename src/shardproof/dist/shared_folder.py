@@ -1,4 +1,4 @@
-"""A folder that ranks write into together: who may, what a disk's error is called, and whether rank 0 sees all of it."""
+"""A folder that several ranks write into: its lock, the codes of disk errors, and whether rank 0 sees every file."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def disk_errors(stage: str, what: str) -> Iterator[None]:
 
 
 def claim_folder(lock: FolderLock, stage: str) -> None:
-    """Take the lock, or raise with its holder. Where the file system has no locks, saves go on without."""
+    """Take the lock, or raise an error that names its holder. A file system without locks is used without one."""
     try:
         lock.acquire(stage)
     except OSError as error:
@@ -36,7 +36,7 @@ def claim_folder(lock: FolderLock, stage: str) -> None:
 
 
 def check_seen(folder: Path, written: Iterable[tuple[int, str, int]], stage: str) -> None:
-    """Raise if rank 0 does not see, whole, what some rank says it wrote: (rank, file, size). It shares no folder then."""
+    """Raise unless rank 0 sees every written file, (rank, file, size), in full: the folder must be shared."""
     for rank, name, size in written:
         try:
             with (folder / name).open("rb") as file:  # opening it asks a server anew

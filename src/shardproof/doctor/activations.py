@@ -58,7 +58,7 @@ def saved_bytes(model: PreTrainedModel, compute_dtype: torch.dtype, num_tokens: 
     for dtype in (compute_dtype, torch.bfloat16):
         try:
             by_dtype = _count(_on_meta(model, dtype), num_tokens)
-        except Exception:  # the model's own code runs here, and may do anything that meta tensors cannot
+        except Exception:  # the model's own code runs here, and may do what meta tensors do not support
             continue
         scale = compute_dtype.itemsize // dtype.itemsize
         return sum(size * (scale if kind == dtype else 1) for kind, size in by_dtype.items()), True

@@ -96,7 +96,7 @@ def doctor(
         print(error, file=sys.stderr)
         raise SystemExit(USAGE_EXIT) from None
     if os.environ.get("RANK", "0") == "0":
-        _say(report, matrix, json_path, html_path)
+        _show(report, matrix, json_path, html_path)
     refused = not matrix and any(row.refused is not None for row in report.examinations)
     raise SystemExit(report.exit_code or (USAGE_EXIT if refused else 0))
 
@@ -150,7 +150,7 @@ def _default_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _say(report: Report, matrix: bool, json_path: Path | None, html_path: Path | None) -> None:
+def _show(report: Report, matrix: bool, json_path: Path | None, html_path: Path | None) -> None:
     (print_matrix if matrix else print_report)(report)
     if json_path is not None:
         write_json(report, json_path)
@@ -172,13 +172,13 @@ def examine_on_ranks(request: Request) -> Report:
         try:
             report = start_ranks(run_rank, text, progress, num_ranks=request.ranks)[0]
         except RankFailed as error:
-            stages = _stages_of_the_lost(error, Path(progress))
+            stages = _stages_of_failed_rank(error, Path(progress))
             row = Examination("ranks did not finish", stages)
             return Report(request.label, {"ranks": str(request.ranks)}, (row,), time.perf_counter() - started)
     return Report.from_json(report)
 
 
-def _stages_of_the_lost(error: Any, progress: Path) -> tuple[Stage, ...]:
+def _stages_of_failed_rank(error: Any, progress: Path) -> tuple[Stage, ...]:
     """What is known of a rank that died or raised alone: where it was, and how it ended."""
     note = progress / f"rank-{error.rank}"
     where = note.read_text() if note.exists() else "the start"

@@ -1,4 +1,4 @@
-"""From a request to estimates: the model's config is read, and nothing else of it."""
+"""From a request to estimates; only the model's config is read."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ Row = dict[str, Any]
 
 
 def matrix_of(request: Request, source: str) -> list[Layout]:
-    """Layouts that cover every allowed pair, then one for each setting or pair that is refused, to say so.
+    """Layouts that cover every allowed pair, then one for each setting or pair that is refused.
 
     A pair only counts as covered by a layout that can run: one that is refused would hide what else is in it.
     """
@@ -38,7 +38,7 @@ def matrix_of(request: Request, source: str) -> list[Layout]:
     every = [dict(zip(axes, values, strict=True)) for values in product(*axes.values())]
     allowed = [row for row in every if not any(part.items() <= row.items() for part in refused)]
     rows = cover_pairs(axes, allowed)
-    # Refused ones are shown next to settings that are otherwise the plainest.
+    # A refused setting is shown with the defaults of all others.
     plain = {name: values[0] for name, values in axes.items()}
     rows += [{**plain, **part} for part in refused if "packing" not in part]
     return [replace(base, **row) for row in rows]

@@ -1,4 +1,4 @@
-"""The truth to compare with: the whole model in one process, as plain transformers runs it."""
+"""The reference to compare with: the whole model in one process, as plain transformers runs it."""
 
 from __future__ import annotations
 

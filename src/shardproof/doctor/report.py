@@ -44,7 +44,7 @@ def print_report(report: Report, console: Console | None = None) -> None:
 
 
 def print_matrix(report: Report, console: Console | None = None) -> None:
-    """One line a layout: safe, refused by name, or what was found."""
+    """One line per layout: safe, refused by name, or what was found."""
     console = console or Console(width=None if Console().is_terminal else 140)
     table = Table(title=plain(f"layouts of {report.label}"), title_justify="left")
     for head in ("layout", "verdict", "seconds", "peak MiB", "why"):
@@ -127,7 +127,7 @@ def print_estimates(label: str, layout: str, num_tokens: int, rows: Sequence[Any
     """Bytes of one rank by kind; a column for each number of ranks."""
     console = Console(width=None if Console().is_terminal else 140)
     unit, size = ("GiB", 2**30) if max(row.peak for row in rows) >= 2**30 else ("MiB", 2**20)
-    title = f"{label}: {unit} a rank, {layout}, micro-batches of {num_tokens} tokens"
+    title = f"{label}: {unit} per rank, {layout}, micro-batches of {num_tokens} tokens"
     table = Table(title=plain(title), title_justify="left")
     table.add_column("ranks")
     for row in rows:
@@ -155,7 +155,7 @@ def first_values(buffer: Buffer) -> str:
 
 
 def write_json(report: Report, path: Path) -> None:
-    """The whole report; values that JSON has no word for become null."""
+    """The whole report; values that JSON cannot express become null."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(_plain(report.to_json()), indent=2, allow_nan=False) + "\n")
 

@@ -1,4 +1,4 @@
-"""What the doctor is asked: a model, and the layouts to examine it in."""
+"""What the doctor examines: a model, and the layouts to examine it in."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Request:
         return cls(**{**data, "layouts": layouts})
 
     def check(self) -> None:
-        """Raise a ConfigError for what cannot be asked, whatever the model is."""
+        """Raise a ConfigError for settings that are invalid for every model."""
         if (self.source is None) == (self.config is None):
             raise fail("C001", _STAGE, "pass a model, or --config for random weights, and not both.")
         if self.config is not None and not config_file(self.config).is_file():

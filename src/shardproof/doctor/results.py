@@ -46,7 +46,7 @@ class Examination:
     layout: str
     stages: tuple[Stage, ...] = ()
     buffers: tuple[Buffer, ...] = ()
-    refused: Finding | None = None  # a combination that cannot be, said by name: no fault of the model
+    refused: Finding | None = None  # an unsupported combination of settings, not a fault of the model
 
     @property
     def findings(self) -> list[Finding]:
@@ -56,7 +56,7 @@ class Examination:
 
 @dataclass(frozen=True)
 class Report:
-    """Everything the doctor has to say about a model."""
+    """Everything the doctor found about a model."""
 
     label: str
     facts: Mapping[str, str]

@@ -32,7 +32,7 @@ from shardproof.shard.memory import PeakMemory
 from shardproof.text import sanitise_logging
 from shardproof.weights.source import read_config
 
-# After these the ranks' connections are gone, and nothing more can be asked of them.
+# After these the ranks' connections are lost, and no further stage can run.
 _LOST = {"T308", "E406"}
 
 
@@ -40,7 +40,7 @@ def examine(request: Request, progress: Path | None = None) -> Report:
     """Examine every layout. Collective: every rank; the report is the same on each."""
     started = time.perf_counter()
     init_distributed(request.device, timeout_s=request.timeout_s)
-    # Deterministic draws: an examination of the same model says the same twice.
+    # Deterministic draws: examining the same model twice gives the same report.
     torch.manual_seed(0)
     examinations: list[Examination] = []
     longest = 0
@@ -111,7 +111,7 @@ def _model_folder(request: Request) -> Iterator[str | Examination]:
             yield Examination("random weights", (Stage("config", findings=tuple(error.findings)),))
             return
         yield folder
-        exchange("done")  # rank 0 must not delete what another rank still reads
+        exchange("done")  # rank 0 must not delete files that another rank still reads
 
 
 def _save_random(request: Request, folder: Path) -> None:

@@ -78,7 +78,7 @@ def save_pretrained(
                 place.publish({*files, *_described(files, adapter_only)})
     except BaseException:
         if dist.get_rank() == 0:
-            place.give_up()
+            place.abort()
         raise
     assert stream.receipt is not None
     return stream.receipt

@@ -1,8 +1,8 @@
 """Attention over packed sequences, plugged in through transformers' AttentionInterface.
 
 One function serves every family that calls attention through that interface: flash attention over all sequences at
-once on CUDA, SDPA sequence by sequence elsewhere, and plain arithmetic for arguments that neither knows (sinks, soft
-caps). An argument that is none of these is refused by name.
+once on CUDA, SDPA sequence by sequence elsewhere, and plain arithmetic for arguments that neither supports (sinks,
+soft caps). Any other argument is refused by name.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def packed_attention(
     """
     if packing is None:
         raise fail(
-            "T303", "attention", f"{type(module).__name__} does not hand its keywords on to attention."
+            "T303", "attention", f"{type(module).__name__} does not pass its keywords on to attention."
         )
     _refuse_unknown(module, attention_mask, is_causal, dropout, others)
     exchange = packing.exchange
@@ -164,7 +164,7 @@ def _plain(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attention spelled out: soft caps bound the scores, sinks take probability and give no value."""
+    """Attention in plain operations: soft caps bound the scores, sinks take probability without a value."""
     key, value = _repeat_heads(key, query.shape[1]), _repeat_heads(value, query.shape[1])
     scores = (query @ key.transpose(2, 3)).float() * (
         scaling if scaling is not None else query.shape[-1] ** -0.5

@@ -54,7 +54,7 @@ def compute_buffers(model: PreTrainedModel) -> dict[str, str]:
 
 
 def _check_size(model: nn.Module) -> None:
-    """Raise before memory is asked for that no model's buffers take."""
+    """Raise before more memory is allocated than any real model's buffers need."""
     size = sum(buffer.numel() * buffer.element_size() for buffer in computed_values(model).values())
     if size > _MAX_BYTES:
         message = f"its computed buffers would take {size / 2**30:.0f} GiB; check the sizes in config.json."

@@ -24,7 +24,7 @@ from shardproof.model import hf_private
 
 @cache
 def can_compile(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether compiled code is worth having, on CUDA in 16 bits, and can be had: Triton needs a C compiler too."""
+    """Whether compiling pays (on CUDA in 16 bits) and is possible: Triton and a C compiler are installed."""
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return False
     compilers = (os.environ.get("CC"), "cc", "gcc", "clang")
@@ -32,7 +32,7 @@ def can_compile(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def fused(function: Callable[..., Any], like: torch.Tensor) -> Callable[..., Any]:
-    """The function as few kernels where that pays for tensors such as `like`; elsewhere the function itself."""
+    """The function compiled into few kernels where that pays for tensors such as `like`; elsewhere the function itself."""
     return _compiled(function) if can_compile(like.device, like.dtype) else function
 
 

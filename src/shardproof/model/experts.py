@@ -1,7 +1,7 @@
 """Experts as grouped matmuls with the least copying, plugged in through transformers' ExpertsInterface.
 
-Each token's hidden state is read once for each expert that it visits, sorted by expert; the router's weight joins the
-gate's kernel, and the way back to token order joins the sum over a token's experts. The backward pass keeps the experts'
+Each token's hidden state is read once per expert that it is routed to, sorted by expert; the router's weight is applied
+in the gate's kernel, and the return to token order is part of the sum over a token's experts. The backward pass keeps the experts'
 inner activations and gathers tokens again instead of keeping eight copies of them.
 """
 
@@ -23,7 +23,7 @@ GROUPED = "shardproof_grouped"
 def grouped_experts(
     module: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """What a layer's experts make of [tokens, hidden]."""
+    """The output of a layer's experts for [tokens, hidden]."""
     weights = (module.gate_up_proj, module.down_proj)
     return _GroupedExperts.apply(hidden_states, *weights, top_k_index, top_k_weights)
 
@@ -109,5 +109,5 @@ def _differentiate_gate(
 
 
 def _sum_by_token(rows: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
-    """The sum of each token's rows, which stand at its places; added up in float32."""
+    """The sum of each token's rows, found through `place`, in float32."""
     return rows[place].sum(1, dtype=torch.float32).to(rows.dtype)

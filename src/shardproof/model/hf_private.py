@@ -47,7 +47,7 @@ def reversed_rules(
 ) -> tuple[list[WeightRenaming], list[WeightConverter]]:
     """The rules that turn the model's state back into this family's checkpoint."""
     if used is None:
-        # Without a load nobody knows whether a prefix was there; transformers leaves such rules out as well.
+        # Without a load it is unknown whether a prefix was there; transformers leaves such rules out as well.
         rules = get_model_conversion_mapping(model, add_legacy=False)
         used = [rule for rule in rules if not isinstance(rule, PrefixChange)]
     backwards = [rule.reverse_transform() for rule in reversed(used)]
@@ -55,13 +55,13 @@ def reversed_rules(
     return renamings, [rule for rule in backwards if isinstance(rule, WeightConverter)]
 
 
-# Operations that see the tensors' shapes and nothing of their names.
-_BLIND_OPERATIONS = {"Chunk", "Concatenate", "MergeModulelist", "SplitModulelist", "Transpose"}
+# Operations whose result depends on the tensors' shapes, not on their names.
+_NAMELESS_OPERATIONS = {"Chunk", "Concatenate", "MergeModulelist", "SplitModulelist", "Transpose"}
 
 
-def is_blind_to_names(converter: WeightConverter) -> bool:
+def ignores_names(converter: WeightConverter) -> bool:
     """Whether a rule does the same to all sources of the same shapes, whichever layer they are of."""
-    return all(type(operation).__name__ in _BLIND_OPERATIONS for operation in converter.operations)
+    return all(type(operation).__name__ in _NAMELESS_OPERATIONS for operation in converter.operations)
 
 
 def tied_names(model: PreTrainedModel) -> dict[str, str]:
@@ -110,7 +110,7 @@ def quiet_initialisation() -> Iterator[None]:
 
 
 def run_init_weights(model: PreTrainedModel, module_name: str, module: nn.Module) -> None:
-    """Let the model's own `_init_weights` fill `module`, which stands at `module_name`."""
+    """Let the model's own `_init_weights` fill `module`, whose name in the model is `module_name`."""
     initialiser_of(model, module_name)._init_weights(module)
 
 

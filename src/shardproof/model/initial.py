@@ -69,7 +69,7 @@ class _Recorder(TorchFunctionMode):
             self._note(func, target, args[1:], kwargs)
         out = func(*args, **kwargs)
         if func is torch.Tensor.__getitem__ and args[0] in self.watched and isinstance(args[1], int):
-            # Holding on to `out` keeps its id its own.
+            # Keeping a reference to `out` keeps its id unique.
             self.rows[id(out)] = (out, self.watched[args[0]], args[1])
         return out
 
@@ -143,7 +143,7 @@ def _simple_spec(
 def record_initialisation(model: PreTrainedModel) -> dict[str, InitSpec]:
     """{name: how the model initialises it}, found by running its `_init_weights` on the meta skeleton.
 
-    Adapters answer for themselves through peft's own reset. A tensor that nothing initialises is absent.
+    Adapters are initialised by peft's own reset. A tensor that nothing initialises is absent.
     """
     watched: dict[torch.Tensor, str] = {}
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:

@@ -1,4 +1,4 @@
-"""Every parameter and buffer of a skeleton once, with the names it answers to."""
+"""Every parameter and buffer of a skeleton once, with all of its names."""
 
 from __future__ import annotations
 

@@ -15,10 +15,10 @@ from transformers import PreTrainedModel
 from shardproof.errors import fail
 
 ADAPTER = "default"
-MAX_RANK = 2**16  # more is a typing error, and would ask for more memory than there is
+MAX_RANK = 2**16  # more is a typing error, and would allocate more memory than there is
 # Adapters that peft initialises from random numbers or constants; the others need the base weights' values.
 _PLAIN_INITS = (True, False, "gaussian")
-# What may differ from its default. A field that is not here selects a variant, also one that peft has yet to invent.
+# What may differ from its default. Any other field selects a variant, including fields of future versions of peft.
 _PLAIN_FIELDS = {
     "r", "lora_alpha", "lora_dropout", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules",
     "exclude_modules", "layers_to_transform", "layers_pattern", "fan_in_fan_out", "task_type", "peft_type",

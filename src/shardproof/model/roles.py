@@ -20,10 +20,10 @@ ROOT_PREFIX = "model."
 
 
 class RoleModule(nn.Module):
-    """`forward(task=...)` runs one of the model's jobs with the root's parameters gathered.
+    """`forward(task=...)` runs one task of the model with the root's parameters gathered.
 
     The head, the embedding and whatever else is in no block belong to the FSDP root. Calling them from outside the
-    root's forward would read shards, so each job that touches them is a branch of this forward.
+    root's forward would read shards, so each task that uses them is a branch of this forward.
     """
 
     def __init__(self, model: PreTrainedModel, role: str):
@@ -42,7 +42,7 @@ class RoleModule(nn.Module):
         raise ValueError(f"unknown task {task!r}; expected logits, logprobs or values")
 
     def values(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """One value for each token."""
+        """One value per token."""
         hidden = self.model.base_model(*args, **kwargs)[0]
         return self.model.get_submodule(VALUE_HEAD)(hidden).squeeze(-1).clone()
 

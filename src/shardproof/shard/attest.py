@@ -59,9 +59,9 @@ def attest(target: ShardedModel | nn.Module, optimizer: torch.optim.Optimizer | 
     Collective: every rank. The module may be FSDP1, FSDP2, DDP or plain, loaded by this project or not.
     """
     init_distributed()
-    away = share_findings(_away(target)) if isinstance(target, ShardedModel) else []
-    if away:
-        return away  # there is nothing to look at
+    offloaded = share_findings(_offloaded(target)) if isinstance(target, ShardedModel) else []
+    if offloaded:
+        return offloaded  # there are no values to check
     module = target.module if isinstance(target, ShardedModel) else target
     loaded = isinstance(target, ShardedModel)
     reshard(module)
@@ -90,7 +90,7 @@ def attest(target: ShardedModel | nn.Module, optimizer: torch.optim.Optimizer | 
     return share_findings(findings) + compare_ranks(held)
 
 
-def _away(policy: ShardedModel) -> list[Finding]:
+def _offloaded(policy: ShardedModel) -> list[Finding]:
     try:
         policy.check_resident(_STAGE)
     except ShardproofError as error:
@@ -109,7 +109,7 @@ def held_tensors(module: nn.Module) -> list[Held]:
         for unit in FullyShardedDataParallel.fsdp_modules(module)
         for param, shape in fsdp1_parameters(unit)
     }
-    tidy = name_cleaner(module)
+    clean = name_cleaner(module)
     held = []
     for name, param in module.named_parameters():
         if isinstance(param, DTensor):
@@ -117,10 +117,10 @@ def held_tensors(module: nn.Module) -> list[Held]:
         else:
             shard, shape = fsdp1.get(param, ((0, 1), tuple(param.shape)))
             local = param.detach()
-        held.append(Held(tidy(name), local, shape, shard))
+        held.append(Held(clean(name), local, shape, shard))
     volatile = _volatile_buffers(module)
     for name, buffer in module.named_buffers(remove_duplicate=False):
-        held.append(Held(tidy(name), buffer.detach(), tuple(buffer.shape), (0, 1), True, name in volatile))
+        held.append(Held(clean(name), buffer.detach(), tuple(buffer.shape), (0, 1), True, name in volatile))
     return sorted(held, key=lambda item: item.name)
 
 
@@ -142,7 +142,7 @@ def _dtensor_shard(param: DTensor) -> tuple[int, int]:
 
 
 def _volatile_buffers(module: nn.Module) -> set[str]:
-    """Rotary frequencies that forward recomputes from the longest position it met: ranks may differ by right."""
+    """Rotary frequencies that forward recomputes from the longest position it met: ranks may legitimately differ."""
     names: set[str] = set()
     for module_name, owner in module.named_modules(remove_duplicate=False):
         kinds = getattr(owner, "rope_type", None)
@@ -164,7 +164,7 @@ def check_meta(held: list[Held], rank: int) -> list[Finding]:
 
 
 def check_values(held: list[Held], rank: int, *, written: bool) -> list[Finding]:
-    """NaN, Inf and values no model has. With `written` a ledger vouches for zeros; else a zeroed model is reported.
+    """NaN, Inf and values no model has. A model of zeros is reported too, unless a ledger shows that zeros were `written`.
 
     One norm per tensor is computed first: it is as fast as a sum, and signs cannot cancel. Suspicious tensors are then
     inspected element by element.
@@ -179,7 +179,7 @@ def check_values(held: list[Held], rank: int, *, written: bool) -> list[Finding]
     zeros, weights = [], 0
     for item, total in zip(real, totals, strict=True):
         if not abs(total) <= _ABSURD:
-            findings += _look_closely(item, rank)
+            findings += _inspect_values(item, rank)
         is_weight = len(item.shape) > 1 or item.name.endswith("_flat_param")
         if not item.is_buffer and is_weight and not is_adapter(item.name):
             weights += item.local.numel()
@@ -203,7 +203,7 @@ def _fetch(scalars: list[torch.Tensor]) -> list[float]:
     return torch.stack([scalar.to(scalars[0].device, torch.float32) for scalar in scalars]).tolist()
 
 
-def _look_closely(item: Held, rank: int) -> list[Finding]:
+def _inspect_values(item: Held, rank: int) -> list[Finding]:
     num_nan, num_inf = int(item.local.isnan().sum()), int(item.local.isinf().sum())
     where = {"rank": rank, "tensor": item.name}
     if num_nan or num_inf:
@@ -246,7 +246,7 @@ def check_fresh_buffers(
     """Computed buffers that differ from what their module computes from its config: ranks can agree and be wrong.
 
     `known` is what was computed when the model was loaded; without it, a meta copy of the model computes it now.
-    Names of buffers that do not differ are added to `sound`: a mask of -inf is then no reason for concern.
+    Names of buffers that do not differ are added to `sound`: a mask of -inf in one of them is then legitimate.
     """
     findings = []
     for model in _outermost_models(module):
@@ -291,8 +291,8 @@ def check_optimizer(module: nn.Module, optimizer: torch.optim.Optimizer | None, 
     """Trainable parameters that no group holds, and group members that the module does not have."""
     if optimizer is None:
         return []
-    tidy = name_cleaner(module)
-    params = {param: tidy(name) for name, param in module.named_parameters()}
+    clean = name_cleaner(module)
+    params = {param: clean(name) for name, param in module.named_parameters()}
     grouped = {param for group in optimizer.param_groups for param in group["params"]}
     findings = []
     left_out = [name for param, name in params.items() if param.requires_grad and param not in grouped]
@@ -321,7 +321,7 @@ def compare_ranks(held: list[Held]) -> list[Finding]:
         torch.tensor([_fingerprint(item, world_size) for item in held], dtype=torch.int64).view(-1)
     )
     columns = table.view(world_size, len(held), _FIELDS).transpose(0, 1)
-    # Only the shard's index may differ between ranks; what differs otherwise is looked at one by one.
+    # Only the shard's index may differ between ranks; tensors with any other difference are compared one by one.
     same = (columns == columns[:, :1]).all(dim=1)
     same[:, _SHARD_INDEX] = True
     odd = torch.nonzero(~same.all(dim=1)).flatten().tolist()

@@ -31,9 +31,9 @@ def unit_bytes(group: Sequence[TensorInfo], dtype: torch.dtype | None = None) ->
 def gathered_bytes(
     groups: Sequence[Sequence[TensorInfo]], compute: torch.dtype, logits: int, trains: bool, shards: int
 ) -> int:
-    """The root stays gathered; beside it the larger of the head's work and two blocks with one block's gradients.
+    """Bytes of the gathered root, plus the larger of the head's working memory and two blocks with one block's gradients.
 
-    `logits` is the size in bytes of those that the head has at a time.
+    `logits` is the size in bytes of one chunk of logits.
     """
     *blocks, root = groups
     root_bytes = unit_bytes(root, compute)

@@ -100,13 +100,13 @@ def load(
     init_distributed(settings.device if isinstance(settings.device, torch.device) else None)
     with together("settings"):
         settings.check()
-    with _without_collections():
+    with _without_gc():
         return _load(source, settings, progress)
 
 
 @contextmanager
-def _without_collections() -> Iterator[None]:
-    """A load makes tens of thousands of small objects that all stay; looking through them for garbage is in vain."""
+def _without_gc() -> Iterator[None]:
+    """Garbage collection is off in the block: a load makes tens of thousands of objects, none of which is garbage."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""Memory: what a block of code takes at its peak, and how much is free."""
+"""Memory: the peak of a block of code, and how much is free."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class PeakMemory:
 
 
 def anonymous_bytes() -> int:
-    """Resident memory of this process that no file backs; 0 where the system does not tell."""
+    """Resident memory of this process that no file backs; 0 where the system does not report it."""
     try:
         with open("/proc/self/status") as status:
             for line in status:
@@ -57,7 +57,7 @@ def anonymous_bytes() -> int:
 
 
 def free_memory(device: torch.device, sharers: int = 1) -> tuple[int, int]:
-    """(bytes that this process can still take, bytes that it could have in all) where `sharers` processes share.
+    """(bytes that this process can still allocate, bytes that it could have in total) where `sharers` processes share.
 
     On CUDA, what the allocator holds and does not use is free, and its own limit is respected. The host does not wait
     for the device.
@@ -73,7 +73,7 @@ def free_memory(device: torch.device, sharers: int = 1) -> tuple[int, int]:
 
 
 def host_memory() -> tuple[int, int]:
-    """(available, all) bytes of the host's memory; zeros where the system does not tell."""
+    """(available, all) bytes of the host's memory; zeros where the system does not report them."""
     try:
         with open("/proc/meminfo") as info:
             sizes = dict(line.split(":", 1) for line in info)

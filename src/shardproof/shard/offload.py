@@ -1,4 +1,4 @@
-"""Give a device's memory to a colocated rollout engine, and take it back bit for bit."""
+"""Free a device's memory for a colocated rollout engine, and restore it bit for bit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class OffloadReceipt:
 class HostCopy:
     """Device storages whose bytes are in pinned host memory; the storages themselves are emptied, not replaced.
 
-    Tensors, views and FSDP's bookkeeping keep pointing at the same storages, so nothing has to be told.
+    Tensors, views and FSDP's bookkeeping keep pointing at the same storages, so none of them has to be updated.
     """
 
     def __init__(self, storages: Iterable[torch.UntypedStorage], shards: Sequence[LocalShard]):
@@ -37,7 +37,7 @@ class HostCopy:
                 self._copies[storage._cdata] = (storage, host)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        # A tensor without storage cannot be sliced, so where the shards lie is noted before.
+        # A tensor without storage cannot be sliced, so the shards' offsets are taken first.
         self.shards = [self._moved(shard) for shard in shards]
         for storage, _ in self._copies.values():
             storage.resize_(0)

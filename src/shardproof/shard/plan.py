@@ -51,7 +51,7 @@ def plan_shards(
     for info in inventory.stored:
         adapted = next((name for name in info.names if ".base_layer." in name), None)
         if len(info.names) > 1 and adapted is not None:
-            message = f"an adapter on {adapted!r} would leave {info.names} tied in the base and apart in what is computed."
+            message = f"an adapter on {adapted!r} would leave {info.names} tied in the base weights and untied in the adapted model."
             raise fail("L113", "plan", message, tensor=adapted, fix="adapt neither end of a tie")
         sources = [name for name in info.base_names if name in found] if not info.is_adapter else []
         if not sources:

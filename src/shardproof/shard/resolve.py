@@ -87,7 +87,7 @@ def resolve_together(
     if servers:
         here = _receive_description(str(source), here, servers)
     assert here is not None and here.checkpoint is not None
-    # A rank that is served has no bytes of its own to sample: it answers for those of its server.
+    # A rank that is served has no bytes to sample; it compares those of its server.
     seen = samples[servers.get(dist.get_rank(), dist.get_rank())]
     digests = {"headers": here.checkpoint.header_digest, "config": _config_digest(here), "bytes": seen}
     agree("source", "L111", "checkpoints", {key: value and value[:16] for key, value in digests.items()})

@@ -50,7 +50,7 @@ def sum_gradients(root: nn.Module) -> None:
     """
     for module in root.modules():
         if isinstance(module, FSDPModule):
-            if dist.get_world_size() > 1:  # alone, dividing by one would be a pass over every gradient
+            if dist.get_world_size() > 1:  # on one rank, dividing by one would be a pass over every gradient
                 module.set_force_sum_reduction_for_comms(True)
                 module.set_gradient_divide_factor(1.0)
             if hasattr(module, "set_reduce_scatter_unused_params"):
@@ -79,20 +79,20 @@ def reshard(root: nn.Module) -> None:
 def staying_gathered(root: nn.Module) -> Iterator[None]:
     """FSDP2's parameters, once gathered, stay so until the end; no shard may be written meanwhile.
 
-    What ends early leaves nothing gathered either: the next forward would take it for the shards' values.
+    After an error nothing stays gathered either: the next forward would use it in place of the shards.
     """
     units = [module for module in root.modules() if isinstance(module, FSDPModule)]
     try:
-        _let_go(root, units, False)
+        _set_reshard(root, units, False)
         yield
     finally:
-        _let_go(root, units, True)
+        _set_reshard(root, units, True)
         reshard(root)
 
 
-def _let_go(root: nn.Module, units: Sequence[FSDPModule], after_use: bool) -> None:
+def _set_reshard(root: nn.Module, units: Sequence[FSDPModule], after_use: bool) -> None:
     for unit in units:
-        if unit is not root:  # which FSDP2 keeps from forward to backward in any case
+        if unit is not root:  # FSDP2 keeps the root gathered from forward to backward in any case
             unit.set_reshard_after_forward(after_use, recurse=False)
         unit.set_reshard_after_backward(after_use, recurse=False)
 

@@ -223,7 +223,7 @@ class _Converter:
         except NotSliceable:
             self._convert_whole(converter, first_target, sources, operations)
             return
-        if list(outcome) == [first_target] and hf_private.is_blind_to_names(converter):
+        if list(outcome) == [first_target] and hf_private.ignores_names(converter):
             self._known[key] = outcome[first_target]
         for name, value in outcome.items():
             self._result.boxes[name] = value.bind(names)

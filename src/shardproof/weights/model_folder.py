@@ -1,4 +1,4 @@
-"""The folder that a model or an adapter is saved into: whose it is, and how it changes from the old one to the new."""
+"""The folder that a model or an adapter is saved into: who owns it, and how its old content is replaced."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ _WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".gguf"}
 
 
 class ModelFolder:
-    """Where a save goes, and the hidden folder that it is written in until it is whole.
+    """The target of a save, and the hidden folder that it is written in until it is complete.
 
-    A folder of the model's own is replaced at once. Into a folder with other things (an adapter into its base's) the
-    files are moved one by one, what describes them last; so are they where the folder itself cannot be replaced.
+    A folder that holds only the model is replaced atomically. Into a folder with other files (an adapter into its base's),
+    or one that cannot be replaced, the files are moved one by one, their description last.
     """
 
     def __init__(self, folder: Path, adapter_only: bool, nonce: str):
@@ -89,7 +89,7 @@ class ModelFolder:
         return fail("E408", STAGE, f"{self.target} {why}.", fix="save into a folder of its own")
 
     def begin(self) -> None:
-        """Make the hidden folder, and remove those that ended saves left. Rank 0 alone."""
+        """Make the hidden folder, and remove those that interrupted saves left. Rank 0 only."""
         self.target.parent.mkdir(parents=True, exist_ok=True)
         aside = current_folder(self.target)
         if aside != self.target:
@@ -109,18 +109,18 @@ class ModelFolder:
         claim_folder(self._lock, STAGE)
 
     def publish(self, files: set[str]) -> None:
-        """Make the folder hold the new files, of which `files` are the weights, instead of the old. Rank 0 alone."""
+        """Make the folder hold the new files, of which `files` are the weights, instead of the old. Rank 0 only."""
         if self.is_replaced:
             self._carry_over(files)
             _sync_all(self.partial)
-            self._let_go()
+            self._unlock()
             replace_folder(self.partial, self.target)
             return
-        self._let_go()
+        self._unlock()
         _sync_all(self.partial)
         new = sorted(self.partial.iterdir(), key=lambda path: (path.name == self._description, path.name))
         if len(new) > 2 or _differ(self.partial / self._description, self.target / self._description):
-            # Without it nobody takes a mixture of old and new files for a model.
+            # Without it a mixture of old and new files does not load as a model.
             (self.target / self._description).unlink(missing_ok=True)
         for path in self._entries():
             if self._is_stale(path, files):
@@ -146,15 +146,15 @@ class ModelFolder:
                 except OSError:  # the file system has no hard links
                     shutil.copy2(path, there, follow_symlinks=False)
 
-    def _let_go(self) -> None:
+    def _unlock(self) -> None:
         if self._lock is not None:
             (self.partial / LOCK_NAME).unlink(missing_ok=True)
             self._lock.release()
             self._lock = None
 
-    def give_up(self) -> None:
-        """Remove what was begun."""
-        self._let_go()
+    def abort(self) -> None:
+        """Remove what this save has written."""
+        self._unlock()
         shutil.rmtree(self.partial, ignore_errors=True)
 
 
@@ -180,13 +180,13 @@ def _differ(one: Path, other: Path) -> bool:
 
 
 def _leftovers(place: Path, name: str, nonces: int) -> list[Path]:
-    """What ended saves left under a name that has so many random endings: those of this folder, none of its neighbours'."""
+    """What interrupted saves of this folder left: `name` with `nonces` random endings."""
     pattern = re.compile(re.escape(name) + "-[0-9a-f]{8}" * nonces)
     return [path for path in place.iterdir() if pattern.fullmatch(path.name)]
 
 
 def _remove_if_dead(folder: Path) -> None:
-    """Remove the hidden folder of a save whose process has ended, which holds its lock no more."""
+    """Remove the hidden folder of a save whose process has ended, and with it its lock."""
     lock = FolderLock(folder)
     try:
         lock.acquire(STAGE)

@@ -20,7 +20,7 @@ _HUB_PATTERNS = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.py
 _TEXT_PATTERNS = ["*.json", "*.txt", "*.model", "*.jinja", "additional_chat_templates/*.jinja"]
 _TOKENIZER_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "tokenizer.json")
 _MAX_CONFIG_BYTES = 16 * 2**20
-# A module is built for each of these, so a number of them that no model has would be waited for.
+# A module is built for each of these, so an absurd number of them would take forever.
 _COUNTED = re.compile(r"(^|_)(layers?|blocks?|experts|depth|stages)$")
 _MAX_COUNT, _MAX_INTEGER = 2**14, 2**53
 CONFIG_NAME = "config.json"
@@ -47,7 +47,7 @@ class ResolvedSource:
 
 def find_folder(source: str | os.PathLike[str], revision: str | None) -> Path | None:
     """The source's local folder, or None when this machine does not have it. Hub ids are fetched if allowed."""
-    # os.path, unlike Path, has no words for what can be no path: it just is not there.
+    # os.path, unlike Path, does not raise for strings that cannot be a path: they do not exist.
     folder = Path(os.path.expanduser(source))
     if os.path.isdir(folder):
         return folder
@@ -111,14 +111,14 @@ def read_config(folder: Path, trust_remote_code: bool, name: str = CONFIG_NAME) 
 
 
 def check_texts(folder: Path) -> None:
-    """Raise unless what transformers reads in a folder are plain files of a bearable size inside of it."""
+    """Raise unless what transformers reads in a folder are regular files of bounded size inside it."""
     for path in sorted(path for pattern in _TEXT_PATTERNS for path in folder.glob(pattern)):
         if not is_inside(path, folder) or not path.is_dir():
             open_foreign(path, "source", inside=folder, max_bytes=MAX_TEXT_BYTES).close()
 
 
 def check_tokenizer_keys(folder: Path) -> None:
-    """Raise for keys of tokenizer settings that a terminal would obey: the tokenizers library prints keys as they are."""
+    """Raise for keys of tokenizer settings with terminal escapes: the tokenizers library prints keys unescaped."""
     for path in (folder / name for name in _TOKENIZER_SETTINGS):
         if path.is_file():
             found = read_json(path, "source", inside=folder)
@@ -137,7 +137,7 @@ def check_tokenizer_keys(folder: Path) -> None:
 
 
 def _check_raw(raw: Any, name: str) -> None:
-    """Raise for a config that is no object, or whose parts and numbers are of a kind that no model has."""
+    """Raise for a config that is not an object, or whose parts have wrong types or absurd numbers."""
     if not isinstance(raw, dict):
         raise fail("L103", "source", f"{name} is not valid: a JSON {type(raw).__name__}, expected an object.")
     if not isinstance(raw.get("model_type"), str | None):
@@ -155,7 +155,7 @@ def _check_raw(raw: Any, name: str) -> None:
             stack += [(str(inner), item) for inner, item in value.items()]
         elif isinstance(value, list):
             stack += [(key, item) for item in value]
-        elif isinstance(value, float) and math.isnan(value):  # an infinity may be a limit that is none
+        elif isinstance(value, float) and math.isnan(value):  # inf may mean "no limit"
             raise fail("L103", "source", f"{name}: {key} is NaN.")
         elif isinstance(value, int):
             limit = _MAX_COUNT if _COUNTED.search(key) else _MAX_INTEGER
@@ -179,7 +179,7 @@ def _find_kernels(raw: Any) -> str | None:
 
 
 def _reason(error: Exception) -> str:
-    """An error of a library in words, on a bearable number of lines."""
+    """A library's error message, cut to 1,000 characters."""
     return (str(error) or type(error).__name__)[:1000]
 
 
