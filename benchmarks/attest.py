@@ -135,7 +135,7 @@ def main() -> None:
         f"attest: {args.shape} shape, {args.dtype}, {args.strategy}, {args.ranks} ranks on {args.device}, "
     )
     title += f"{held / 1e9:.2f} GB of shards a rank, {replies[0]['num_findings']} findings"
-    print_table(title, ["", "ms", "GB/s a rank", f"under {bar * 1e3:.0f} ms"], rows)
+    print_table(title, ["", "ms", "GB/s per rank", f"under {bar * 1e3:.0f} ms"], rows)
     if args.json:
         results = {"settings": vars(args) | {"json": str(args.json)}, "seconds": slowest, "shard_bytes": held}
         write_json(args.json, environment, results)

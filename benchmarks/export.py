@@ -87,7 +87,7 @@ def by_parameter(policy: sp.ShardedModel, _: Any) -> Tensors:
 
 
 def unfused(name: str, tensor: torch.Tensor) -> Tensors:
-    """The tensors of the hub's checkpoint: one an expert. Views, so that it costs the peers next to nothing."""
+    """The tensors of the hub's checkpoint: one per expert. Views, so that it costs the peers next to nothing."""
     if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
         yield name, tensor
         return

@@ -210,7 +210,7 @@ def print_results(results: dict[str, Any]) -> None:
             for part, name, row in decoded
         ]  # fmt: skip
         title = f"decoding; copies move {machine['bandwidth'] / 1e12:.2f} TB/s"
-        print_table(title, ["", "ms a step", "floor ms", "of the floor", "tokens", "whole s"], rows)
+        print_table(title, ["", "ms per step", "floor ms", "of the floor", "tokens", "whole s"], rows)
     if RL in results:
         rows = [
             [name, *(f"{row[key]:.2f}" for key in ("step_s", "rollout_s", "update_s", "sync_s")),
@@ -289,7 +289,7 @@ def make_parser() -> argparse.ArgumentParser:
     sampling.add_argument("--prompt", type=int, default=128, help="tokens of a prompt")
     sampling.add_argument("--steps", type=int, default=512, help="tokens of a completion")
     sampling.add_argument("--prompts", type=int, default=4, help="of a GRPO step")
-    sampling.add_argument("--group", type=int, default=8, help="completions a prompt")
+    sampling.add_argument("--group", type=int, default=8, help="completions per prompt")
     sampling.add_argument("--grpo-steps", type=int, default=2, help="timed, after one that is not")
     sampling.add_argument("--trl-completions", type=int, default=16, help="of a micro-batch of GRPOTrainer")
     parser.add_argument("--child", nargs=2, metavar=("PART", "NAME"), help=argparse.SUPPRESS)

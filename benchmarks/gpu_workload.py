@@ -85,7 +85,7 @@ def sequences(options: argparse.Namespace) -> list[list[int]]:
 
 
 def decode_prompts(options: argparse.Namespace) -> list[list[int]]:
-    """What decoding alone begins from, one a row."""
+    """What decoding alone begins from, one per row."""
     return [list(range(7 + row, 7 + row + options.prompt)) for row in range(options.rows)]
 
 

@@ -1,4 +1,4 @@
-"""The whole RL loop against TRL's GRPOTrainer: samples a second, and the reward that both end with.
+"""The whole RL loop against TRL's GRPOTrainer: samples per second, and the reward that both end with.
 
     pip install -c constraints.txt trl
     python benchmarks/rl.py --json rl.json
@@ -192,12 +192,12 @@ def print_results(summary: dict[str, dict[str, float]], runs: dict[str, list[dic
             row += [f"{found[rate]:.0f}", f"{found[rate] / summary[TRL][rate]:.2f}"]
         rows.append([*row, f"{found['first_reward']:.3f}", spread, each])
     header = ["", "samples/s", "ratio", "samples/CPU s", "ratio", "first reward", "final reward", "by seed"]
-    print_table(f"{PROMPTS} prompts x {GROUP} completions a step, one process, GRPO", header, rows)
+    print_table(f"{PROMPTS} prompts x {GROUP} completions per step, one process, GRPO", header, rows)
     ours, theirs = summary[OURS], summary[TRL]
     gap = ours["final_reward"] - theirs["final_reward"]
     verdict = "met" if ours["samples_per_s"] >= MIN_RATIO * theirs["samples_per_s"] else "MISSED"
     print(
-        f"\nbar of {MIN_RATIO} times the samples a second: {verdict}; difference of final rewards {gap:+.3f}"
+        f"\nbar of {MIN_RATIO} times the samples per second: {verdict}; difference of final rewards {gap:+.3f}"
     )
 
 

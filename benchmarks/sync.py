@@ -126,7 +126,7 @@ def summarise(ranks: list[dict[str, list[dict[str, float]]]]) -> dict[str, Any]:
 def report(found: dict[str, Any]) -> bool:
     """Print the tables; whether the bars hold."""
     rows = [[way, f"{found[way]['total']:.2f}"] for way in (USUAL, SHARED, PLAIN)]
-    print_table("seconds a sync, without the canary", ["way", "s"], rows)
+    print_table("seconds per sync, without the canary", ["way", "s"], rows)
     parts = [
         [f"{way}: {name}", f"{value:.3f}"]
         for way in (USUAL, SHARED)
