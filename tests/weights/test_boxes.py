@@ -332,7 +332,7 @@ def test_the_first_element_that_random_boxes_miscount():
         assert miscount.expected == int(expected.view(-1)[first])
         assert miscount.found == int(counted.view(-1)[first])
         by_dims = tuple(int(i) for i in torch.unravel_index(torch.tensor(first), shape))
-        assert miscount.index in ((first,), by_dims)
+        assert miscount.position in ((first,), by_dims)
     assert seen == {True, False}
 
 

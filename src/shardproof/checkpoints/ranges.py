@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, TypeGuard
 
 import torch
 
@@ -173,16 +173,20 @@ def check_index(
         shape = entry.get("shape")
         if shape is not None and not _is_shape(shape, numel):
             raise unusable(f"{name!r} has the shape {shape!r} and {numel} elements", name)
-        chunks = [_chunk(row, shape) for row in entry["chunks"]]
-        for row, chunk in zip(entry["chunks"], chunks, strict=True):
-            problem = f"has the chunk {row!r}" if chunk is None else _chunk_problem(chunk, dtype, sizes)
+        chunks = []
+        for row in entry["chunks"]:
+            chunk = _chunk(row, shape)
+            if chunk is None:
+                raise unusable(f"{name!r} has the chunk {row!r}", name)
+            problem = _chunk_problem(chunk, dtype, sizes)
             if problem is not None:
                 raise unusable(f"{name!r} {problem}", name)
+            chunks.append(chunk)
         saved[name] = SavedTensor(dtype, numel, chunks, None if shape is None else tuple(shape))
         wrong = first_miscount(shape or [numel], [((0, numel),)], [chunk.box for chunk in chunks])
         if wrong is not None:
             what = "a gap" if wrong.found < wrong.expected else "an overlap"
-            at = wrong.index[0] if len(wrong.index) == 1 else list(wrong.index)
+            at = wrong.position[0] if len(wrong.position) == 1 else list(wrong.position)
             raise unusable(f"{name!r} has {what} at element {at} of {shape or numel}", name)
     return saved
 
@@ -224,5 +228,5 @@ def _is_shape(shape: Any, numel: int) -> bool:
     return prod(shape) == numel
 
 
-def _is_count(value: Any) -> bool:
+def _is_count(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**62

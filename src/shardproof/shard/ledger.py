@@ -52,7 +52,7 @@ class Ledger:
             if wrong is None:
                 message = f"{name!r} has no named writer."
             else:
-                first = wrong.index[0] if len(wrong.index) == 1 else wrong.index
+                first = wrong.position[0] if len(wrong.position) == 1 else wrong.position
                 what = "not written"
                 if wrong.found > wrong.expected:
                     code, what = "S202", "written twice"

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from shardproof.weights.boxes import Box, flatten, size_of
+from shardproof.weights.boxes import Box, enclosing_range, flatten, size_of
 
 
 class Part(NamedTuple):
@@ -57,6 +57,11 @@ class LocalShard:
     @property
     def nbytes(self) -> int:
         return self.flat.numel() * self.flat.element_size()
+
+    @property
+    def start(self) -> int:
+        """The first element that it holds, in the whole tensor's flat order."""
+        return min((enclosing_range(box, self.shape)[0] for box in self.boxes), default=0)
 
     @property
     def flat_range(self) -> tuple[int, int] | None:

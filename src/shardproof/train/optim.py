@@ -60,6 +60,11 @@ def make_optimizer(
     FSDP1 shows every parameter as a vector, so what decays is decided by the shape of the whole tensor.
     """
     shards = {shard.name: shard for shard in policy.local_shards()}
+    if name == "muon" and any(shard.flat_range is None for shard in shards.values()):
+        message = (
+            "name='muon' puts matrices together from ranges of their elements, and these shards are boxes."
+        )
+        raise fail("C001", "optimizer", message, fix="use name='adamw'")
     hidden = hidden_matrices(policy.model, policy.inventory)
     trained = [
         Trainable(param, shards[full].shape, shards[full].start, full in hidden)

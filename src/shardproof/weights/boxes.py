@@ -59,9 +59,9 @@ class Piece(NamedTuple):  # made by the ten thousand: a NamedTuple costs a fract
         for (a, _), start, source_dim in zip(common, self.start, self.dims, strict=True):
             if source_dim >= 0:
                 source_start[source_dim] += a - start
-        start = tuple(a - low for (a, _), (low, _) in zip(common, box, strict=True))
+        relative = tuple(a - low for (a, _), (low, _) in zip(common, box, strict=True))
         shape = tuple(b - a for a, b in common)
-        return Piece(start, shape, self.source, tuple(source_start), self.dims, self.source_shape)
+        return Piece(relative, shape, self.source, tuple(source_start), self.dims, self.source_shape)
 
     def out_of(self, box: Box) -> Piece | None:
         """The part of it that comes from `box` of the source."""
@@ -263,7 +263,7 @@ def put_held(target: torch.Tensor, piece: Piece, box: Box, memory: torch.Tensor)
 class Miscount(NamedTuple):
     """The first element that some boxes do not cover as often as they should."""
 
-    index: tuple[int, ...]  # in dims, or in flat order
+    position: tuple[int, ...]  # an index per dim, or one of the flattened tensor
     expected: int
     found: int
 
@@ -305,7 +305,7 @@ def _sweep(boxes: list[tuple[Box, int]]) -> Miscount | None:
             active.append(waiting.pop())
         wrong = _sweep([(box[1:], side) for box, side in active])
         if wrong is not None:
-            return wrong._replace(index=(low, *wrong.index))
+            return wrong._replace(position=(low, *wrong.position))
     return None
 
 
