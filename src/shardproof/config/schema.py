@@ -177,7 +177,7 @@ class Data(Section):
     evaluation: str | None = None
     prompt_column: str = "prompt"
     answer_column: str | None = "answer"
-    completion_column: str = "completion"  # what sft imitates
+    completion_column: str = "completion"  # what sft trains on
     chat: bool = False
     max_prompt_tokens: Tokens | None = None
 

@@ -100,16 +100,16 @@ def _load_tokenizer(folder: Path, trust_remote_code: bool) -> Any:
 
 
 def _read_prompts(recipe: Recipe, source: str, tokenizer: Any) -> list[Prompt]:
-    data, imitate = recipe.data, not find_algorithm(recipe.algorithm.name).spec.samples
-    # Imitation needs no answer, unless held-out completions are scored.
+    data, is_given = recipe.data, not find_algorithm(recipe.algorithm.name).spec.samples
+    # Given completions need no answer, unless held-out ones are sampled and scored.
     answer = data.answer_column if recipe.reward is not None else None
     rewards = [] if recipe.reward is None else [spec.name for spec in recipe.reward.functions]
-    if imitate and source != data.evaluation:
-        rewards = []  # what is imitated is not scored
-    completion = data.completion_column if imitate else None
+    if is_given and source != data.evaluation:
+        rewards = []  # completions that are given are not scored
+    completion = data.completion_column if is_given else None
     rows = load_rows(source, data.prompt_column, answer, completion, rewards)
     prompts = encode_prompts(rows, tokenizer, data.prompt_column, data.chat, data.max_prompt_tokens)
-    return encode_completions(prompts, tokenizer, data.completion_column) if imitate else prompts
+    return encode_completions(prompts, tokenizer, data.completion_column) if is_given else prompts
 
 
 def _require_known_tokens(prompts: list[Prompt], config: PretrainedConfig) -> None:

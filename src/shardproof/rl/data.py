@@ -40,7 +40,7 @@ class Prompt:
     row: Row
     text: str
     tokens: tuple[int, ...]
-    completion: tuple[int, ...] = ()  # the tokens to imitate; empty where completions are sampled
+    completion: tuple[int, ...] = ()  # the tokens to train on; empty where completions are sampled
 
 
 def load_rows(

@@ -29,6 +29,7 @@ from shardproof.findings import Finding
 from shardproof.model.inventory import take_inventory
 from shardproof.model.roles import POLICY
 from shardproof.model.skeleton import build_skeleton
+from shardproof.rl.algorithms.registry import find_algorithm
 from shardproof.rl.checks import model_folder
 from shardproof.rl.place import CHECKPOINTS, check_folder, checkpoint_steps
 from shardproof.rl.same_run import Resume
@@ -39,6 +40,7 @@ from shardproof.weights.source import find_folder, read_config
 
 _GIB = 2**30
 _PROCESS_BYTES = 150 * 2**20  # of a rank that has imported torch and holds nothing
+_NUM_MOMENTS = {"adamw": 2, "muon": 1}  # that an optimizer keeps of each parameter, at the least
 _EXTRAS = {"peft": "lora", "pyarrow": "data", "datasets": "data", "tensorboard": "cli", "vllm": "vllm"}
 
 
@@ -203,9 +205,10 @@ def check_disk(start: Start) -> list[Finding]:
     num_kept = output.keep + 1 if output.save_every else 1
     num_checkpoints = max(num_kept - len(checkpoint_steps(folder / CHECKPOINTS)), 1)
     size = start.num_elements * _itemsize(recipe.model.param_dtype)
-    checkpoint = size if recipe.model.lora is not None else 3 * size  # with both of Adam's moments
-    if recipe.algorithm.name == "ppo":
-        checkpoint += 3 * size
+    whole = (1 + _NUM_MOMENTS.get(recipe.optimizer.name, 0)) * size
+    checkpoint = size if recipe.model.lora is not None else whole
+    if find_algorithm(recipe.algorithm.name).spec.has_critic:
+        checkpoint += whole
     model = start.num_elements * _itemsize(output.model_dtype or "bfloat16") if output.save_model else 0
     needed, free = num_checkpoints * checkpoint + model, shutil.disk_usage(_existing(folder)).free
     if needed <= free:
@@ -218,7 +221,7 @@ def check_disk(start: Start) -> list[Finding]:
 
 
 def check_memory(start: Start) -> list[Finding]:
-    """Host memory holds at least what the ranks hold between steps: weights, gradients, Adam's moments, replicas.
+    """Host memory holds at least what the ranks hold between steps: weights, gradients, moments, replicas.
 
     Activations come on top; `shardproof estimate` counts them too.
     """
@@ -240,15 +243,16 @@ def check_memory(start: Start) -> list[Finding]:
 def _held_in_host(recipe: Recipe, num_elements: int, num_ranks: int) -> int:
     """Bytes that all ranks hold in host memory at the least."""
     model, on_cpu = recipe.model, not torch.cuda.is_available()
+    spec = find_algorithm(recipe.algorithm.name).spec
     size = num_elements * _itemsize(model.param_dtype) * model.replicate
     held = 0
     if on_cpu or model.cpu_offload:
-        held += size if model.lora is not None else 4 * size
-        if recipe.algorithm.name == "ppo":
-            held += 4 * size
+        trained = (2 + _NUM_MOMENTS.get(recipe.optimizer.name, 0)) * size  # with gradients
+        held += size if model.lora is not None else trained
+        held += trained if spec.has_critic else 0
     if recipe.reference is not None and (on_cpu or recipe.reference.cpu_offload):
         held += size
-    if on_cpu and recipe.rollout.engine == "embedded" and recipe.algorithm.name != "sft":
+    if on_cpu and recipe.rollout.engine == "embedded" and spec.samples:
         held += num_elements * _itemsize(model.compute_dtype) * num_ranks
     return held
 
