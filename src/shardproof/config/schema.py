@@ -91,7 +91,7 @@ class Model(Section):
     cpu_offload: bool = False
     sequence_parallel: Processes = 1
     checkpoint_activations: bool | CountOrNone | Literal["auto"] = False  # k: every k-th block
-    reshard_after_forward: bool | None = None  # False: gather once a step; None: if "auto" finds the memory
+    reshard_after_forward: bool | None = None  # False: gather once per step; None: if "auto" finds the memory
     compile: bool | None = None  # the blocks; None: on CUDA in 16 bits with FSDP2, where Triton is installed
     lora: Lora | None = None
     trust_remote_code: bool = False
@@ -114,7 +114,7 @@ class Rollout(Section):
     max_new_tokens: Tokens = 256
     temperature: Annotated[float, Bound(gt=0.0, le=100.0)] = 1.0
     top_p: Annotated[float, Bound(gt=0.0, le=1.0)] = 1.0
-    batch_size: Count = 256  # completions decoded at a time on a rank
+    batch_size: Count = 256  # completions that a rank decodes at a time
     offload_policy: bool = False  # move the policy to host memory while completions are made
     sleep: bool = False  # give up the engine's memory while the policy is updated
     # How far log-probs of engine and trainer may be apart; None: 0.001 in float32, 0.5 in half precision.
@@ -240,7 +240,7 @@ class Output(Section):
     save_every: StepsOrNever = 50
     keep: Count = 2
     eval_every: StepsOrNever = 0
-    eval_samples: Count = 1  # completions a held-out prompt; 1 is greedy, more are sampled, for pass@k
+    eval_samples: Count = 1  # completions per held-out prompt; 1 is greedy, more are sampled, for pass@k
     eval_prompts: Count = 64
     samples_per_step: CountOrNone = 4
     save_model: bool = True

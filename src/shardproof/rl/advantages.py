@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from shardproof.train.loss import kl_estimate as kl_estimate  # rl.experience takes it from here
-
 
 def group_normalised(
     rewards_PG: torch.Tensor, counted_PG: torch.Tensor | None = None, eps: float = 1e-4

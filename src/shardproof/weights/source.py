@@ -104,8 +104,10 @@ def read_config(folder: Path, trust_remote_code: bool, name: str = CONFIG_NAME) 
     kernels = None if trust_remote_code else _find_kernels(raw)
     if kernels is not None:
         raise fail("L108", "source", f"{name} asks for kernels of the hub: {kernels}.")
+    # A model's own code is looked for beside the config, which transformers finds by the folder alone.
+    where = folder if trust_remote_code and name == CONFIG_NAME else path
     try:
-        return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        return AutoConfig.from_pretrained(where, trust_remote_code=trust_remote_code)
     except Exception as error:  # a config class may raise anything on a value it does not expect
         raise fail("L114", "source", f"model_type={model_type!r}: {_reason(error)}") from error
 
