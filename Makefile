@@ -64,8 +64,8 @@ lint: $(STAMP)
 browser:
 	@command -v chromium >/dev/null || { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium; }
 
-CORE := $(wildcard tests/test_*.py) tests/dist tests/model tests/weights tests/shard tests/train tests/export tests/checkpoints \
-	tests/rollout
+CORE := $(wildcard tests/test_*.py) tests/dist tests/model tests/config tests/weights tests/shard tests/train tests/export \
+	tests/checkpoints tests/rollout
 RUNS := tests/rl tests/doctor tests/museum
 
 # The parts: load, step, export, and what goes wrong in them.

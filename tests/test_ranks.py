@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ranks import RankError, RankTimeout, run_ranks, run_ranks_outcomes
+from tests.ranks import RankError, RankTimeout, allow_several_ranks, run_ranks, run_ranks_outcomes
 
 pytestmark = pytest.mark.distributed
 
@@ -155,3 +155,10 @@ def test_a_timeout_shows_the_stack_of_the_rank_that_waits():
         run_ranks(2, wait_on, 1, timeout=3)
     assert list(caught.value.errors) == [1]
     assert set(run_ranks(2, process_id)).isdisjoint(before)
+
+
+def test_without_the_marker_a_test_gets_one_rank():
+    allow_several_ranks(False)
+    with pytest.raises(RuntimeError, match="a test on 2 ranks needs the marker `distributed`"):
+        run_ranks(2, process_id)
+    assert len(run_ranks(1, process_id)) == 1

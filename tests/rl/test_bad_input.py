@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -10,8 +12,10 @@ from typer.testing import CliRunner
 from shardproof.cli import app
 from shardproof.config.load import load_recipe
 from shardproof.errors import ConfigError
+from shardproof.rl.checks import check_inputs
 from tests.ranks import run_ranks, run_ranks_outcomes
 from tests.rl.runs import RECIPES, TINY, lines, run_recipe, small_recipe, write_rows
+from tests.shard.test_bad_checkpoints import edit_config
 
 pytestmark = [pytest.mark.distributed, pytest.mark.fault]
 
@@ -170,3 +174,12 @@ def test_a_canary_that_disagrees_stops_the_run(tmp_path):
     outcomes = run_ranks_outcomes(2, corrupt_the_engine, small_recipe(tmp_path))
     assert [outcome[:2] for outcome in outcomes] == [("error", "RolloutFault")] * 2
     assert "R503" in outcomes[0][2] and "allowed is 0.001" in outcomes[0][2]
+
+
+def test_tokenizer_with_ids_that_the_model_does_not_have(tmp_path):
+    model = Path(shutil.copytree(RECIPES / "tiny" / "model", tmp_path / "model"))
+    edit_config(model, vocab_size=5)
+    recipe = load_recipe(TINY, [f"model.path={model}", f"output.folder={tmp_path / 'run'}"])
+    with pytest.raises(ConfigError, match="vocabulary has 5") as caught:
+        check_inputs(recipe)
+    assert caught.value.code == "C005"

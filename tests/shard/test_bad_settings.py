@@ -1,35 +1,18 @@
 """Settings that cannot be, and ranks that were started with different ones: one error on every rank."""
 
-import copy
-import itertools
-import math
-import os
 import random
-import re
-import shutil
-import types
-from pathlib import Path
-from typing import Annotated, Union, get_args, get_origin
 
 import peft
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from typer.testing import CliRunner
 
 import shardproof as sp
-from shardproof.cli import app
-from shardproof.config.load import load_recipe, parse_recipe
-from shardproof.config.schema import Recipe, keys_of
-from shardproof.rl.checks import check_inputs
-from shardproof.rollout.engine import Sampling
 from shardproof.shard.settings import LoadSettings
-from shardproof.train.loss import policy_gradient, value
-from shardproof.train.optim import make_optimizer, make_schedule
 from tests.models import make_checkpoint, tiny_config
 from tests.ranks import run_ranks, run_ranks_outcomes
-from tests.shard.test_bad_checkpoints import assert_all_raise, edit_config
+from tests.shard.test_bad_checkpoints import assert_all_raise
 
 pytestmark = [pytest.mark.distributed, pytest.mark.fault]
 
@@ -295,248 +278,9 @@ def test_order_of_target_modules_is_no_difference():
     assert len({described_lora(order) for order in orders}) == 1
 
 
-# Recipes: every number.
-
-RECIPE = {
-    "model": {"path": "models/any"},
-    "data": {"train": "rows.jsonl"},
-    "reward": {"functions": [{"name": "exact_match"}]},
-    "train": {"steps": 1},
-    "output": {"folder": "runs/any"},
-}
-# What a section needs of others before it may be there.
-COMPANIONS = {
-    "critic": {"algorithm": {"name": "ppo"}},
-    "reference": {"algorithm": {"kl_coef": 0.1}},
-    "optimizer": {"optimizer": {"name": "muon"}},
-}
-ODD_NUMBERS = (-1, 0, math.nan, math.inf, -math.inf, 10**12, 1e300)
-
-
-def numbers_in(kind, path=()):
-    """The path of every number that a type of the schema holds: nested, optional, and inside of lists and tuples."""
-    if kind in (int, float):
-        yield path
-    elif get_origin(kind) is None and isinstance(kind, type):
-        for name, annotation in keys_of(kind).items():
-            yield from numbers_in(annotation, (*path, name))
-    elif get_origin(kind) is Annotated:
-        yield from numbers_in(get_args(kind)[0], path)
-    elif get_origin(kind) in (Union, types.UnionType):
-        for part in get_args(kind):
-            yield from numbers_in(part, path)
-    elif get_origin(kind) in (list, tuple):
-        for index, part in enumerate(get_args(kind)):
-            yield from numbers_in(part, (*path, index))
-
-
-NUMBERS = sorted({".".join(map(str, path)): path for path in numbers_in(Recipe)}.items())
-
-
-def recipe_with(path, value):
-    """The recipe above with one number changed."""
-    data = copy.deepcopy(RECIPE)
-    for section, fields in COMPANIONS.get(path[0], {}).items():
-        data.setdefault(section, {}).update(fields)
-    target = data
-    for part, following in itertools.pairwise(path):
-        if isinstance(following, int):  # both betas, or the one reward
-            target = target.setdefault(part, [0.5, 0.5])
-        else:
-            target = target[part] if isinstance(part, int) else target.setdefault(part, {})
-    target[path[-1]] = value
-    return data
-
-
-def documented_numbers():
-    """{key: values} of the table in docs/faults.md: what -1, 0 and huge numbers mean where they mean something."""
-    text = (Path(__file__).parents[2] / "docs" / "faults.md").read_text()
-    rows = re.findall(r"^\| `([a-z0-9_.]+)` \| (-?[0-9, *-]+) \| .+ \|$", text, re.MULTILINE)
-    return {key: {eval(value) for value in values.split(",")} for key, values in rows}
-
-
-def test_the_walk_finds_every_kind_of_number():
-    keys = [key for key, _ in NUMBERS]
-    expected = [
-        "critic.lr",
-        "optimizer.betas.0",
-        "optimizer.betas.1",
-        "reward.functions.0.weight",
-        "model.lora.r",
-    ]
-    expected += [
-        "model.checkpoint_activations",
-        "rollout.vllm.port",
-        "rollout.canary_tolerance",
-        "train.seed",
-    ]
-    assert set(expected) <= set(keys)
-    assert len(keys) > 45
-
-
-@pytest.mark.parametrize(("key", "path"), NUMBERS, ids=[key for key, _ in NUMBERS])
-def test_every_number_of_a_recipe_has_bounds(key, path):
-    meaningful = documented_numbers().get(key, set())
-    for number in ODD_NUMBERS:
-        if number in meaningful:
-            parse_recipe(recipe_with(path, number), "recipe")
-            continue
-        with pytest.raises(sp.ConfigError) as caught:
-            parse_recipe(recipe_with(path, number), "recipe")
-        assert caught.value.code == "C001"
-        assert key in str(caught.value), f"{key}={number}"
-
-
-def test_documented_numbers_are_numbers_of_the_schema():
-    assert documented_numbers().keys() <= {key for key, _ in NUMBERS}
-
-
-@pytest.mark.parametrize("value", ["none", 0.3])
-def test_limits_that_may_be_off(value):
-    for key in ("tis_cap", "value_clip", "clip_high"):
-        parse_recipe(recipe_with(("algorithm", key), value), "recipe")
-    parse_recipe(recipe_with(("optimizer", "max_grad_norm"), value), "recipe")
-
-
-# Recipes: whole files.
-
-BAD_RECIPES = {
-    "not UTF-8": b"[model]\npath = '\xff\xfe'",
-    "too deep": b"x = " + b"[" * 20_000 + b"]" * 20_000,
-    "tables too deep": b"[" + b".".join([b"a"] * 20_000) + b"]",
-    "a number of many digits": b"[train]\nsteps = " + b"9" * 10_000,
-    "no TOML": b"{",
-    "a NUL": b"\0",
-    "a long path": b"[model]\npath = '" + b"x" * 100_000 + b"'",
-    "many unknown keys": b"\n".join(b"key%d = 1" % index for index in range(5_000)),
-    "too large": b"#" * (2 * 2**20),
-}
-
-
-@pytest.mark.parametrize("content", BAD_RECIPES.values(), ids=BAD_RECIPES.keys())
-def test_recipe_file_that_cannot_be_used(tmp_path, content):
-    path = tmp_path / "recipe.toml"
-    path.write_bytes(content)
-    with pytest.raises(sp.ConfigError) as caught:
-        load_recipe(path)
-    assert caught.value.code == "C001"
-    assert "recipe.toml" in str(caught.value)
-    assert len(str(caught.value)) < 5_000
-
-
-def test_recipe_that_is_a_pipe_is_not_waited_for(tmp_path):
-    path = tmp_path / "recipe.toml"
-    os.mkfifo(path)
-    with pytest.raises(sp.ConfigError, match="not a regular file"):
-        load_recipe(path)
-
-
-def test_recipe_that_is_not_there_is_told_what_to_pass(tmp_path):
-    with pytest.raises(sp.ConfigError, match="cannot be opened: No such file or directory") as caught:
-        load_recipe(tmp_path / "recipe.toml")
-    assert "Fix: pass a recipe, a TOML file" in str(caught.value)
-
-
-@pytest.mark.parametrize("text", ["9" * 10_000, "[" * 20_000, "\x1b[31m", "nan", "-1"])
-def test_override_that_cannot_be_used(tmp_path, text):
-    path = tmp_path / "recipe.toml"
-    path.write_text("[model]\npath = 'm'\n[data]\ntrain = 'd'\n[train]\nsteps = 1\n[output]\nfolder = 'o'\n")
-    with pytest.raises(sp.ConfigError, match=r"train\.steps"):
-        load_recipe(path, [f"train.steps={text}", "algorithm.name=sft"])
-
-
-# Arguments of the library.
-
-BAD_ARGUMENTS = {
-    "clip_low=nan": lambda: policy_gradient(clip_low=math.nan),
-    "clip_low=-1": lambda: policy_gradient(clip_low=-1),
-    "clip_high=-1": lambda: policy_gradient(clip_high=-1),
-    "kl_coef=-1": lambda: policy_gradient(kl_coef=-1),
-    "entropy_coef=inf": lambda: policy_gradient(entropy_coef=math.inf),
-    "clip=0": lambda: value(clip=0),
-    "clip=nan": lambda: value(clip=math.nan),
-    "max_new_tokens=0": lambda: Sampling(0),
-    "temperature=nan": lambda: Sampling(1, temperature=math.nan),
-    "temperature=-1": lambda: Sampling(1, temperature=-1.0),
-    "top_p=0": lambda: Sampling(1, top_p=0.0),
-    "top_p=1.5": lambda: Sampling(1, top_p=1.5),
-    "lr=nan": lambda: make_optimizer(None, lr=math.nan),
-    "lr=-1": lambda: make_optimizer(None, lr=-1),
-    "weight_decay=-1": lambda: make_optimizer(None, weight_decay=-1),
-    "betas[0]=1.5": lambda: make_optimizer(None, betas=(1.5, 0.9)),
-    "betas[1]=nan": lambda: make_optimizer(None, betas=(0.9, math.nan)),
-    "eps=-1": lambda: make_optimizer(None, eps=-1),
-    "warmup_steps=-1": lambda: make_schedule(None, warmup_steps=-1),
-    "total_steps=-1": lambda: make_schedule(None, "cosine", total_steps=-1),
-    "final_ratio=nan": lambda: make_schedule(None, final_ratio=math.nan),
-}
-
-
-@pytest.mark.parametrize("named", BAD_ARGUMENTS)
-def test_argument_outside_of_its_bounds(named):
-    with pytest.raises(sp.ConfigError, match=re.escape(named)) as caught:
-        BAD_ARGUMENTS[named]()
-    assert caught.value.code == "C001"
-
-
-def step_with(**options):
-    policy = sp.load(sp.RandomInit(tiny_config("llama")), compute_dtype=torch.float32)
-    before = [param.detach().clone() for param in policy.parameters()]
-    try:
-        sp.train_step(policy, sp.Batch([[1, 2, 3]]), make_optimizer(policy, lr=1e-2), **options)
-    finally:
-        assert all(torch.equal(a, b) for a, b in zip(before, policy.parameters(), strict=True))
-
-
-@pytest.mark.parametrize(
-    "option",
-    [{"max_grad_norm": -1.0}, {"max_grad_norm": 0}, {"max_grad_norm": math.nan}, {"micro_batch_tokens": 0}]
-    + [{"temperature": math.nan}, {"router_coef": math.inf}, {"deadline_s": -1.0}],
-    ids=str,
-)
-def test_step_with_a_number_outside_of_its_bounds(option):
-    ((key, number),) = option.items()
-    outcomes = run_ranks_outcomes(1, step_with_options, option)
-    assert_refused(outcomes, "C001", f"{key}={number}")
-
-
-def step_with_options(options):
-    step_with(**options)
-
-
 @pytest.mark.parametrize("rank", [10**9, 0, -1])
 def test_rank_of_adapters(rank):
     option = {"r": rank} if rank > 0 else {"rank_pattern": {"q_proj": rank}}
     outcomes = run_ranks_outcomes(1, load_with_lora, option)
     assert outcomes[0][:2] == ("error", "LoadFault"), outcomes
     assert outcomes[0][2].startswith("L113 "), outcomes
-
-
-def test_tokenizer_with_ids_that_the_model_does_not_have(tmp_path):
-    root = Path(__file__).parents[2] / "recipes"
-    model = Path(shutil.copytree(root / "tiny" / "model", tmp_path / "model"))
-    edit_config(model, vocab_size=5)
-    recipe = load_recipe(root / "tiny.toml", [f"model.path={model}", f"output.folder={tmp_path / 'run'}"])
-    with pytest.raises(sp.ConfigError, match="vocabulary has 5") as caught:
-        check_inputs(recipe)
-    assert caught.value.code == "C005"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        (["doctor", "model", "--ranks", "100000"], "--ranks=100000"),
-        (["doctor", "model", "--ranks", "-1"], "--ranks=-1"),
-        (["doctor", "model", "--timeout", "nan"], "--timeout=nan"),
-        (["doctor", "model", "--seq-len", "1000000000000"], "--seq-len=1000000000000"),
-        (["doctor", "model", "--lora", "1000000000"], "--lora=1000000000"),
-        (["doctor", "model", "--replicate", "0"], "--replicate=0"),
-        (["estimate", "model", "--micro-batch-tokens", "-1"], "--micro-batch-tokens=-1"),
-        (["estimate", "model", "--ranks", "1000000000000"], "--ranks=1000000000000"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_options_of_commands_have_bounds(arguments, named):
-    found = CliRunner().invoke(app, arguments)
-    assert found.exit_code == 120, found.output
-    assert "C001" in found.output and named in found.output

@@ -1,0 +1,165 @@
+"""Recipes with numbers that mean nothing, and files that are no recipes: each is refused by its key."""
+
+import copy
+import itertools
+import math
+import os
+import re
+import types
+from pathlib import Path
+from typing import Annotated, Union, get_args, get_origin
+
+import pytest
+
+import shardproof as sp
+from shardproof.config.load import load_recipe, parse_recipe
+from shardproof.config.schema import Recipe, keys_of
+
+pytestmark = pytest.mark.fault
+
+RECIPE = {
+    "model": {"path": "models/any"},
+    "data": {"train": "rows.jsonl"},
+    "reward": {"functions": [{"name": "exact_match"}]},
+    "train": {"steps": 1},
+    "output": {"folder": "runs/any"},
+}
+# What a section needs of others before it may be there.
+COMPANIONS = {
+    "critic": {"algorithm": {"name": "ppo"}},
+    "reference": {"algorithm": {"kl_coef": 0.1}},
+    "optimizer": {"optimizer": {"name": "muon"}},
+}
+ODD_NUMBERS = (-1, 0, math.nan, math.inf, -math.inf, 10**12, 1e300)
+
+
+def numbers_in(kind, path=()):
+    """The path of every number that a type of the schema holds: nested, optional, and inside of lists and tuples."""
+    if kind in (int, float):
+        yield path
+    elif get_origin(kind) is None and isinstance(kind, type):
+        for name, annotation in keys_of(kind).items():
+            yield from numbers_in(annotation, (*path, name))
+    elif get_origin(kind) is Annotated:
+        yield from numbers_in(get_args(kind)[0], path)
+    elif get_origin(kind) in (Union, types.UnionType):
+        for part in get_args(kind):
+            yield from numbers_in(part, path)
+    elif get_origin(kind) in (list, tuple):
+        for index, part in enumerate(get_args(kind)):
+            yield from numbers_in(part, (*path, index))
+
+
+NUMBERS = sorted({".".join(map(str, path)): path for path in numbers_in(Recipe)}.items())
+
+
+def recipe_with(path, value):
+    """The recipe above with one number changed."""
+    data = copy.deepcopy(RECIPE)
+    for section, fields in COMPANIONS.get(path[0], {}).items():
+        data.setdefault(section, {}).update(fields)
+    target = data
+    for part, following in itertools.pairwise(path):
+        if isinstance(following, int):  # both betas, or the one reward
+            target = target.setdefault(part, [0.5, 0.5])
+        else:
+            target = target[part] if isinstance(part, int) else target.setdefault(part, {})
+    target[path[-1]] = value
+    return data
+
+
+def documented_numbers():
+    """{key: values} of the table in docs/faults.md: what -1, 0 and huge numbers mean where they mean something."""
+    text = (Path(__file__).parents[2] / "docs" / "faults.md").read_text()
+    rows = re.findall(r"^\| `([a-z0-9_.]+)` \| (-?[0-9, *-]+) \| .+ \|$", text, re.MULTILINE)
+    return {key: {eval(value) for value in values.split(",")} for key, values in rows}
+
+
+def test_the_walk_finds_every_kind_of_number():
+    keys = [key for key, _ in NUMBERS]
+    expected = [
+        "critic.lr",
+        "optimizer.betas.0",
+        "optimizer.betas.1",
+        "reward.functions.0.weight",
+        "model.lora.r",
+    ]
+    expected += [
+        "model.checkpoint_activations",
+        "rollout.vllm.port",
+        "rollout.canary_tolerance",
+        "train.seed",
+    ]
+    assert set(expected) <= set(keys)
+    assert len(keys) > 45
+
+
+@pytest.mark.parametrize(("key", "path"), NUMBERS, ids=[key for key, _ in NUMBERS])
+def test_every_number_of_a_recipe_has_bounds(key, path):
+    meaningful = documented_numbers().get(key, set())
+    for number in ODD_NUMBERS:
+        if number in meaningful:
+            parse_recipe(recipe_with(path, number), "recipe")
+            continue
+        with pytest.raises(sp.ConfigError) as caught:
+            parse_recipe(recipe_with(path, number), "recipe")
+        assert caught.value.code == "C001"
+        assert key in str(caught.value), f"{key}={number}"
+
+
+def test_documented_numbers_are_numbers_of_the_schema():
+    assert documented_numbers().keys() <= {key for key, _ in NUMBERS}
+
+
+@pytest.mark.parametrize("value", ["none", 0.3])
+def test_limits_that_may_be_off(value):
+    for key in ("tis_cap", "value_clip", "clip_high"):
+        parse_recipe(recipe_with(("algorithm", key), value), "recipe")
+    parse_recipe(recipe_with(("optimizer", "max_grad_norm"), value), "recipe")
+
+
+# Whole files.
+
+BAD_RECIPES = {
+    "not UTF-8": b"[model]\npath = '\xff\xfe'",
+    "too deep": b"x = " + b"[" * 20_000 + b"]" * 20_000,
+    "tables too deep": b"[" + b".".join([b"a"] * 20_000) + b"]",
+    "a number of many digits": b"[train]\nsteps = " + b"9" * 10_000,
+    "no TOML": b"{",
+    "a NUL": b"\0",
+    "a long path": b"[model]\npath = '" + b"x" * 100_000 + b"'",
+    "many unknown keys": b"\n".join(b"key%d = 1" % index for index in range(5_000)),
+    "too large": b"#" * (2 * 2**20),
+}
+
+
+@pytest.mark.parametrize("content", BAD_RECIPES.values(), ids=BAD_RECIPES.keys())
+def test_recipe_file_that_cannot_be_used(tmp_path, content):
+    path = tmp_path / "recipe.toml"
+    path.write_bytes(content)
+    with pytest.raises(sp.ConfigError) as caught:
+        load_recipe(path)
+    assert caught.value.code == "C001"
+    assert "recipe.toml" in str(caught.value)
+    assert len(str(caught.value)) < 5_000
+
+
+def test_recipe_that_is_a_pipe_is_not_waited_for(tmp_path):
+    path = tmp_path / "recipe.toml"
+    os.mkfifo(path)
+    with pytest.raises(sp.ConfigError, match="not a regular file"):
+        load_recipe(path)
+
+
+def test_recipe_that_is_not_there_is_told_what_to_pass(tmp_path):
+    with pytest.raises(sp.ConfigError, match="cannot be opened: No such file or directory") as caught:
+        load_recipe(tmp_path / "recipe.toml")
+    assert "Fix: pass a recipe, a TOML file" in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["9" * 10_000, "[" * 20_000, "\x1b[31m", "nan", "-1"])
+def test_override_that_cannot_be_used(tmp_path, text):
+    path = tmp_path / "recipe.toml"
+    path.write_text("[model]\npath = 'm'\n[data]\ntrain = 'd'\n[train]\nsteps = 1\n[output]\nfolder = 'o'\n")
+    with pytest.raises(sp.ConfigError, match=r"train\.steps"):
+        load_recipe(path, [f"train.steps={text}", "algorithm.name=sft"])
