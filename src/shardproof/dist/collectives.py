@@ -6,7 +6,7 @@ import json
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -26,6 +26,9 @@ UNEXPECTED = {
     **dict.fromkeys(("export", "save_pretrained", "save", "resume", "output"), "E400"),
     **dict.fromkeys(("rollout", "sync", "generate", "reward"), "R500"),
 }
+
+# Bytes of a message that travel at once, its length included. What fits, and almost all does, takes one collective.
+_SLOT = 1024
 
 # The gloo group beside an NCCL-only default group, by that group, and gone with it.
 _control_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
@@ -50,23 +53,80 @@ def known_control_group() -> dist.ProcessGroup | None:
     return default if torch.device("cpu") in default._device_types else _control_groups.get(default)
 
 
+@dataclass
+class Traffic:
+    """The control messages this rank has taken part in; weights, gradients and tokens are not counted."""
+
+    messages: int = 0
+    collectives: int = 0  # a message that is longer than a slot takes two
+    bytes_received: int = 0
+
+    def count(self, received: torch.Tensor) -> None:
+        self.collectives += 1
+        self.bytes_received += received.nbytes
+
+
+traffic = Traffic()
+
+
 def exchange(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Every rank's JSON-able `value`, in rank order, on every rank. No pickle is involved.
 
     `group` is another group of all ranks, for what runs beside training. Collective: every rank.
     """
+    traffic.messages += 1
+    mine = _encode(value)
     if dist.get_world_size() == 1:
-        return [json.loads(json.dumps(value))]
-    payload = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-    group = group or control_group()
-    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
-    dist.all_gather(sizes, torch.tensor([payload.numel()]), group=group)
-    longest = max(int(size) for size in sizes)
-    padded = torch.zeros(longest, dtype=torch.uint8)
-    padded[: payload.numel()] = payload
-    received = [torch.empty(longest, dtype=torch.uint8) for _ in sizes]
-    dist.all_gather(received, padded, group=group)
-    return [json.loads(bytes(r[: int(n)].numpy())) for r, n in zip(received, sizes, strict=True)]
+        return [_decode(mine)]
+    rows, size = mine.new_empty(dist.get_world_size(), 0), _SLOT
+    while rows.shape[1] < size:  # once, and again if some rank's message is longer than a slot
+        part = _part(mine, rows.shape[1], size)
+        received = part.new_empty(len(rows), len(part))
+        dist.all_gather(list(received), part, group=group or control_group())
+        traffic.count(received)
+        rows = torch.cat([rows, received], dim=1)
+        size = max(_length(row) for row in rows)
+    return [_decode(row) for row in rows]
+
+
+def broadcast(value: Any, source: int = 0, group: dist.ProcessGroup | None = None) -> Any:
+    """The JSON-able `value` of rank `source` on every rank; what other ranks pass is not looked at.
+
+    `group` is another group of all ranks, for what runs beside training. Collective: every rank.
+    """
+    traffic.messages += 1
+    mine = _encode(value if dist.get_rank() == source else None)
+    if dist.get_world_size() == 1:
+        return _decode(mine)
+    message, size = mine.new_empty(0), _SLOT
+    while len(message) < size:
+        part = _part(mine, len(message), size)
+        dist.broadcast(part, source, group=group or control_group())
+        traffic.count(part)
+        message = torch.cat([message, part])
+        size = _length(message)
+    return _decode(message)
+
+
+def _encode(value: Any) -> torch.Tensor:
+    """A message as bytes: how many there are, in eight of them, then JSON."""
+    text = json.dumps(value, separators=(",", ":")).encode()
+    return torch.frombuffer(bytearray((len(text) + 8).to_bytes(8, "little") + text), dtype=torch.uint8)
+
+
+def _part(message: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    """Bytes `start` to `stop` of a message, with zeros where it is shorter."""
+    part = message.new_zeros(stop - start)
+    part[: max(len(message) - start, 0)] = message[start:stop]
+    return part
+
+
+def _length(message: torch.Tensor) -> int:
+    return int.from_bytes(bytes(message[:8].numpy()), "little")
+
+
+def _decode(message: torch.Tensor) -> Any:
+    return json.loads(bytes(message[8 : _length(message)].numpy()))
 
 
 def gather_rows(row: torch.Tensor) -> torch.Tensor:
@@ -74,9 +134,11 @@ def gather_rows(row: torch.Tensor) -> torch.Tensor:
 
     Collective: every rank.
     """
-    rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
-    dist.all_gather(rows, row.contiguous(), group=control_group())
-    return torch.stack(rows)
+    traffic.messages += 1
+    rows = row.new_empty(dist.get_world_size(), len(row))
+    dist.all_gather(list(rows), row.contiguous(), group=control_group())
+    traffic.count(rows)
+    return rows
 
 
 def all_gather_flat(local: torch.Tensor, received: torch.Tensor, group: dist.ProcessGroup) -> None:
