@@ -7,7 +7,6 @@ import shardproof as sp
 from shardproof.rollout.engine import Request, Sampling, generate
 from shardproof.rollout.local import ShardedEngine
 from shardproof.rollout.trajectory import Trajectory
-from shardproof.shard.holdings import local_shards
 from shardproof.shard.offload import HostCopy
 from tests.ranks import run_ranks, run_ranks_outcomes
 from tests.shard.test_bad_checkpoints import assert_all_raise
@@ -58,7 +57,7 @@ def ask_an_offloaded_policy(what, folder):
     sp.train_step(policy, my_batch(), optimizer)
     sp.save_checkpoint(folder, policy, optimizer)
     if dist.get_rank() == 1:
-        policy.offloaded = HostCopy([], local_shards(policy))
+        policy.offloaded = HostCopy([], policy.local_shards())
     before = everything(policy, optimizer, None)
     try:
         {
@@ -88,7 +87,7 @@ def stream_an_offloaded_policy():
         stream = sp.WeightStream(policy)
         list(stream)
         digests.append(stream.receipt.digest)
-        policy.offloaded = HostCopy([], local_shards(policy))
+        policy.offloaded = HostCopy([], policy.local_shards())
     return digests
 
 
@@ -100,7 +99,7 @@ def test_an_offloaded_policy_can_be_streamed():
 def attest_an_offloaded_policy():
     policy = load()
     if dist.get_rank() == 1:
-        policy.offloaded = HostCopy([], local_shards(policy))
+        policy.offloaded = HostCopy([], policy.local_shards())
     return [(finding.code, finding.rank) for finding in sp.attest(policy)]
 
 

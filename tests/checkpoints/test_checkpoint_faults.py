@@ -21,7 +21,6 @@ from shardproof.checkpoints import save as checkpoint_save
 from shardproof.digest import digest
 from shardproof.errors import ShardproofError
 from shardproof.files import FolderLock
-from shardproof.shard.holdings import local_shards
 from tests.checkpoints.test_checkpoints import Run
 from tests.export.test_stream import collect, load, lora_config
 from tests.models import make_checkpoint
@@ -430,7 +429,7 @@ def flip_and_resume(source, folder, flips):
     run = Run(source)
 
     def held():
-        weights = {shard.name: digest(shard.flat) for shard in local_shards(run.policy)}
+        weights = {shard.name: digest(shard.flat) for shard in run.policy.local_shards()}
         rates = [group["lr"] for group in run.optimizer.param_groups]
         rng = torch.get_rng_state().tolist(), random.getstate()
         return weights, rates, len(run.optimizer.state), run.policy.version, rng

@@ -17,7 +17,6 @@ from shardproof.checkpoints import folders
 from shardproof.checkpoints import save as checkpoint_save
 from shardproof.checkpoints.run_state import optimizer_ranges
 from shardproof.digest import digest
-from shardproof.shard.holdings import local_shards
 from tests.export.test_stream import collect, load, lora_config
 from tests.models import make_checkpoint
 from tests.ranks import run_ranks
@@ -73,7 +72,7 @@ class Run:
         """Digests of what this rank holds, and everything else that a step depends on."""
         ranges = optimizer_ranges(self.policy, self.optimizer)
         return {
-            "weights": {shard.name: digest(shard.flat) for shard in local_shards(self.policy)},
+            "weights": {shard.name: digest(shard.flat) for shard in self.policy.local_shards()},
             "moments": {name: digest(item.flat) for name, item in ranges.items() if item.flat.numel()},
             "steps": [float(row["step"]) for row in self.optimizer.state.values()],
             "rates": [group["lr"] for group in self.optimizer.param_groups],
@@ -218,7 +217,7 @@ def hand_over(sources, replicas, strategy, root, is_first):
 def parts(run):
     """This rank's [(name, start, elements)] of weights and moments; the steps of what it holds; the rest."""
     ranges = optimizer_ranges(run.policy, run.optimizer)
-    rows = [(shard.name, shard.flat_range[0], shard.flat.clone()) for shard in local_shards(run.policy)]
+    rows = [(shard.name, shard.flat_range[0], shard.flat.clone()) for shard in run.policy.local_shards()]
     rows += [(name, item.flat_range[0], item.flat.clone()) for name, item in ranges.items()]
     steps = {float(row["step"]) for param, row in run.optimizer.state.items() if num_held(param)}
     return rows, steps, run.policy.version, run.scheduler.get_last_lr()

@@ -13,7 +13,6 @@ import shardproof as sp
 from shardproof.errors import ExportFault
 from shardproof.export.payload import check_entries
 from shardproof.export.shared import read_shared
-from shardproof.shard.holdings import local_shards, persistent_buffers
 from shardproof.weights.box_tensor import BoxTensor
 from shardproof.weights.mapping import ExportEntry
 from tests.export.test_stream import collect, load, lora_config
@@ -169,7 +168,7 @@ def test_a_rank_that_is_lost_or_late(checkpoint, how):
 def spoil(policy, name, value, rank):
     """Put `value` into one element of the named tensor, on a rank that holds some of it."""
     if dist.get_rank() == rank:
-        tensors = {shard.name: shard.flat for shard in local_shards(policy)} | persistent_buffers(policy)
+        tensors = {shard.name: shard.flat for shard in policy.local_shards()} | policy.persistent_buffers()
         with torch.no_grad():
             tensors[name].view(-1)[-1] = value
 
@@ -238,7 +237,7 @@ def test_a_large_value_that_it_can_hold(checkpoint):
 def export_huge(folder):
     """Finite elements whose sum is not."""
     policy = load(folder)
-    shard = next(shard for shard in local_shards(policy) if shard.name == DOWN)
+    shard = next(shard for shard in policy.local_shards() if shard.name == DOWN)
     with torch.no_grad():
         shard.flat.fill_(1e38)
     return collect(policy)[2].findings

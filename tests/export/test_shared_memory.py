@@ -24,7 +24,6 @@ from shardproof.export.manifest import Manifest
 from shardproof.export.shared import SharedAddress, read_shared
 from shardproof.rollout.vllm_engine import VllmEngine
 from shardproof.rollout.vllm_server import VllmSettings
-from shardproof.shard.holdings import local_shards
 from tests.export.test_stream import collect, differences, load, lora_config, read_folder, train
 from tests.models import make_checkpoint
 from tests.ranks import run_ranks, run_ranks_outcomes
@@ -235,7 +234,7 @@ def write_broken(folder, how):
         if how == "no memory":
             patch.setattr(shared, "host_memory", lambda: (1000, 1000))
         if how == "nan" and dist.get_rank() == 1:
-            next(s for s in local_shards(policy) if s.name == "model.norm.weight").flat[0] = float("nan")
+            next(s for s in policy.local_shards() if s.name == "model.norm.weight").flat[0] = float("nan")
         sp.SharedWeights(policy).write()
 
 

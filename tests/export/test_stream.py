@@ -18,7 +18,6 @@ from shardproof.digest import digest
 from shardproof.dist import region
 from shardproof.export import gather
 from shardproof.export.shared import read_shared
-from shardproof.shard.holdings import local_shards
 from tests.models import EXTRA_FAMILIES, FAMILIES, make_checkpoint, make_model, tiny_config
 from tests.ranks import run_ranks, run_ranks_outcomes
 from tests.shard.test_bad_checkpoints import assert_all_raise
@@ -253,12 +252,12 @@ def export_everything(folders, replicas, options):
     for family, folder in folders.items():
         full = collect(load(folder, replicas, **options), bucket_bytes=10_000)
         policy = load(folder, replicas, lora=lora_config(), **options)
-        before = {shard.name: digest(shard.flat) for shard in local_shards(policy)}
+        before = {shard.name: digest(shard.flat) for shard in policy.local_shards()}
         devices = {name: local.device for name, local in local_parameters(policy).items()}
-        addresses = {shard.name: shard.flat.data_ptr() for shard in local_shards(policy)}
+        addresses = {shard.name: shard.flat.data_ptr() for shard in policy.local_shards()}
         adapter = collect(policy, merge_lora=False)
         merged = [collect(policy, bucket_bytes=size) for size in (1, 10_000, 2**28)]
-        after = {shard.name: digest(shard.flat) for shard in local_shards(policy)}
+        after = {shard.name: digest(shard.flat) for shard in policy.local_shards()}
         exported[family] = {
             "full": full,
             "adapter": adapter,
@@ -267,7 +266,7 @@ def export_everything(folders, replicas, options):
             "changed": [name for name in before if before[name] != after[name]],
             "moved": [
                 shard.name
-                for shard in local_shards(policy)
+                for shard in policy.local_shards()
                 if shard.flat.data_ptr() != addresses[shard.name] or shard.flat.device != devices[shard.name]
             ],
         }

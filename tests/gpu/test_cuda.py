@@ -16,7 +16,6 @@ import shardproof as sp
 from shardproof.rollout.engine import Request, Sampling, generate
 from shardproof.rollout.local import EmbeddedEngine
 from shardproof.rollout.trajectory import Trajectory
-from shardproof.shard.holdings import local_shards
 from shardproof.train.state import training_state
 from tests.models import make_checkpoint, tiny_config
 from tests.ranks import run_ranks
@@ -54,7 +53,7 @@ def on_ranks(group: dict[str, Any], fn: Any, *args: Any) -> list[Any]:
 def load_and_score(folder: str, options: dict[str, Any]) -> tuple[list[torch.Tensor], list[str], list[str]]:
     policy = sp.load(folder, device="cuda", **options)
     scores = sp.logprobs(policy, SEQUENCES)
-    devices = {str(shard.flat.device) for shard in local_shards(policy)}
+    devices = {str(shard.flat.device) for shard in policy.local_shards()}
     return [score.cpu() for score in scores], [str(finding) for finding in sp.attest(policy)], sorted(devices)
 
 

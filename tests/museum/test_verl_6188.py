@@ -13,7 +13,6 @@ import torch.distributed as dist
 
 import shardproof as sp
 from shardproof.digest import digest
-from shardproof.shard.holdings import local_shards
 from tests.export.test_stream import collect, load, lora_config, train
 from tests.models import make_checkpoint
 from tests.ranks import run_ranks
@@ -58,7 +57,7 @@ def train_and_export(folder, options, how):
                 "written": written.digest,
                 "findings": receipt.findings + [str(f) for f in written.findings],
                 "offload": [(note.num_bytes, note.note) for note in notes],
-                "devices": {shard.flat.device.type for shard in local_shards(policy)},
+                "devices": {shard.flat.device.type for shard in policy.local_shards()},
             }
         )
     dist.barrier()
@@ -67,7 +66,7 @@ def train_and_export(folder, options, how):
 
 
 def held(policy, names):
-    return {shard.name: digest(shard.flat) for shard in local_shards(policy) if shard.name in names}
+    return {shard.name: digest(shard.flat) for shard in policy.local_shards() if shard.name in names}
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -22,7 +22,7 @@ from shardproof.rollout.queue import BatchEngine
 from shardproof.rollout.static import FixedDecoder, fits
 from shardproof.rollout.trajectory import Trajectory
 from shardproof.shard.sharded_model import ShardedModel
-from shardproof.weights.boxes import Piece, orient
+from shardproof.weights.boxes import Box, Piece, cut, put
 from shardproof.weights.mapping import CheckpointMap, map_checkpoint
 from shardproof.weights.reader import TensorEntry
 
@@ -199,7 +199,7 @@ class _Inlet:
             if name in whole:
                 kept[name] = tensor.clone()
             for target, piece in self._targets.get(name, []):
-                written[id(target)] += _put(target, piece, tensor)
+                written[id(target)] += put(target, piece, cut(tensor, piece.source_box))
         for name, conversion in self._map.whole.items():
             self._state[name].copy_(conversion.convert(_Kept(kept), self._model))
             written[id(self._state[name])] += self._state[name].numel()
@@ -220,18 +220,5 @@ class _Kept:
     def whole(self, name: str) -> torch.Tensor:
         return self._tensors[name]
 
-    def view(self, name: str, box: tuple[tuple[int, int], ...]) -> torch.Tensor:
-        return self._tensors[name][tuple(slice(a, b) for a, b in box)]
-
-
-def _put(target: torch.Tensor, piece: Piece, source: torch.Tensor) -> int:
-    """Copy one piece into its place; returns how many elements it has."""
-    out_dim = {source_dim: dim for dim, source_dim in enumerate(piece.dims) if source_dim >= 0}
-    box = tuple(
-        slice(start, start + (piece.shape[out_dim[dim]] if dim in out_dim else 1))
-        for dim, start in enumerate(piece.source_start)
-    )
-    where = tuple(slice(a, a + n) for a, n in zip(piece.start, piece.shape, strict=True))
-    value = orient(source[box], piece.dims)
-    target[where].copy_(value)
-    return value.numel()
+    def view(self, name: str, box: Box) -> torch.Tensor:
+        return cut(self._tensors[name], box)
