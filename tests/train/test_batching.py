@@ -25,9 +25,9 @@ def make_sequences(lengths):
 def test_columns_become_one_value_a_prediction():
     batch = sp.Batch(
         [[1, 2, 3], [4, 5]],
-        mask=[[0, 1], [1]],  # one a prediction
-        advantages=[2.0, -1.0],  # one a sequence
-        old_logps=[[9.0, 0.5, 0.25], [9.0, 0.125]],  # one a token: the first has no prediction
+        mask=[[0, 1], [1]],  # one per prediction
+        advantages=[2.0, -1.0],  # one per sequence
+        old_logps=[[9.0, 0.5, 0.25], [9.0, 0.125]],  # one per token: the first has no prediction
         ref_logps=None,
     )
     assert set(batch.columns) == {"mask", "advantages", "old_logps"}

@@ -18,7 +18,7 @@ TOLERANCE = 2e-5
 ROUTER_COEF = 0.7
 FAMILIES = ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3")
 WITH_ROUTER_LOGITS = ("qwen3_moe", "mixtral", "gpt_oss", "qwen2_moe", "olmoe", "granitemoe")
-# An odd number of tokens a rank, so that no split is even.
+# An odd number of tokens per rank, so that no split is even.
 SEQUENCES = [[(11 * i + 5 * j * j + 3) % 101 for j in range(n)] for i, n in enumerate((21, 9, 14, 6, 3))]
 
 

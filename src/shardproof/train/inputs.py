@@ -25,7 +25,7 @@ class Inputs:
         tokens = [token for sequence in sequences for token in (sequence[:-1] if trimmed else sequence)]
         # What a last token that is there would have to predict is never looked at.
         targets = [token for sequence in sequences for token in (*sequence[1:], *([] if trimmed else [0]))]
-        # The tokens that make the row divisible are a sequence of their own, which nothing attends to. Two tokens a rank
+        # The tokens that make the row divisible are a sequence of their own, which nothing attends to. Two tokens per rank
         # are the least: for a single one, compiled code would be compiled again.
         fill = max(-len(tokens) % size, 2 * size - len(tokens))
         padded = [*lengths, fill] if fill else lengths

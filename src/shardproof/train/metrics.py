@@ -24,7 +24,7 @@ class MetricSums:
         self._partial: dict[str, torch.Tensor] = {}
 
     def add(self, values: Mapping[str, torch.Tensor], counted: torch.Tensor) -> None:
-        """Take in one value a token; only tokens with `counted` true matter."""
+        """Take in one value per token; only tokens with `counted` true matter."""
         for name, value in values.items():
             reduction = self.reductions.get(name, "mean")
             self.reductions.setdefault(name, reduction)

@@ -217,7 +217,7 @@ class Recompute:
         tokens = max((extent.tokens for extent in extents if extent), default=0)
         logger.log(
             logging.INFO if dist.get_rank() == 0 else logging.DEBUG,
-            "activations: up to %d of %d blocks are recomputed, with up to %d tokens a micro-batch and %.1f GiB for them",
+            "activations: up to %d of %d blocks are recomputed, with up to %d tokens per micro-batch and %.1f GiB for them",
             most,
             num_blocks,
             tokens,
