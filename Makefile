@@ -19,7 +19,7 @@ ifneq ($(VLLM),0)
 EXTRA_STAGES += test-vllm
 endif
 
-# One thread a process: several ranks share the machine's cores in every distributed test.
+# One thread per process: several ranks share the machine's cores in every distributed test.
 export OMP_NUM_THREADS := 1
 export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1

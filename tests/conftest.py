@@ -1,4 +1,4 @@
-"""Session-wide settings: no network, one thread a process, and no rank process left behind."""
+"""Session-wide settings: no network, one thread per process, and no rank process left behind."""
 
 from __future__ import annotations
 
