@@ -19,6 +19,7 @@ from shardproof.checkpoints.ranges import (
 )
 from shardproof.errors import ExportFault
 from shardproof.shard.local import LocalShard
+from shardproof.weights.boxes import cut
 
 SIZES = {"a": 1, "b": 7, "c": 64, "d": 1000, "e": 3}
 DTYPES = {"a": torch.float32, "b": torch.bfloat16, "c": torch.float32, "d": torch.float32, "e": torch.int64}
@@ -82,6 +83,36 @@ def test_any_split_reads_what_any_other_wrote(tmp_path, seed):
             assert torch.equal(found, whole(name)[start:stop]), name
 
 
+def test_boxes_read_what_ranges_wrote_and_the_other_way_round(tmp_path):
+    shape = (4, 6, 5)
+    values = torch.arange(120.0).view(shape)
+    boxes = [
+        ((0, 2), (0, 6), (0, 2)),
+        ((2, 4), (1, 6), (0, 2)),
+        ((2, 4), (0, 1), (0, 2)),
+        ((0, 4), (0, 6), (2, 5)),
+    ]
+    ranges = [((0, 17),), ((17, 61),), ((61, 120),)]
+    held = {"boxes": [boxes[:1], boxes[1:3], boxes[3:]], "ranges": [[box] for box in ranges]}
+    for kind, other in [("boxes", "ranges"), ("ranges", "boxes"), ("boxes", "boxes")]:
+        folder = tmp_path / f"{kind}-{other}"
+        folder.mkdir()
+        written = []
+        for rank, mine in enumerate(held[kind]):
+            flat = torch.cat([cut(values, box).reshape(-1) for box in mine])
+            shard = LocalShard.of_boxes("w", shape, mine, flat)
+            written.append(write_ranges(folder / data_name(rank), {"w": shard})[0])
+        (folder / INDEX_NAME).write_text(json.dumps(merge_index(json.loads(json.dumps(written)))))
+        for mine in held[other]:
+            flat = torch.cat([cut(values, box).reshape(-1) for box in mine])
+            shard = LocalShard.of_boxes("w", shape, mine, torch.full_like(flat, -7))
+            read_ranges(folder, {"w": shard}, read(folder))
+            assert torch.equal(shard.flat, flat)
+    reshaped = LocalShard.of_range("w", (120,), 0, 120, torch.zeros(120))
+    with pytest.raises(ExportFault, match=r"E407 resume: 'w' has the shape .* in the checkpoint"):
+        read_ranges(folder, {"w": reshaped}, read(folder))
+
+
 def test_another_dtype_is_converted(tmp_path):
     save(tmp_path, {"c": [(0, 64)]}, 1)
     item = held_range(torch.zeros(10, dtype=torch.float64), 5, 64)
@@ -126,8 +157,8 @@ def read(folder):
 FILE = data_name(0)
 
 
-def entry(dtype="float32", numel=4, chunks=((0, 4, FILE, 0),)):
-    return {"dtype": dtype, "numel": numel, "chunks": [list(chunk) for chunk in chunks]}
+def entry(dtype="float32", numel=4, chunks=((0, 4, FILE, 0),), **more):
+    return {"dtype": dtype, "numel": numel, "chunks": [list(chunk) for chunk in chunks], **more}
 
 
 def test_an_entry_that_is_right():
@@ -157,6 +188,16 @@ WRONG = {
     "a file elsewhere": entry(chunks=[(0, 4, "../rank-0.bin", 0)]),
     "a file that holds no tensors": entry(chunks=[(0, 4, "state.json", 0)]),
     "a file that is a number": entry(chunks=[(0, 4, 0, 0)]),
+    "a box without a shape": entry(chunks=[([[0, 2], [0, 2]], FILE, 0)]),
+    "a box of other dims": entry(shape=[2, 2], chunks=[([[0, 2]], FILE, 0)]),
+    "a box beyond the shape": entry(shape=[2, 2], chunks=[([[0, 2], [0, 3]], FILE, 0)]),
+    "a box that ends before it begins": entry(shape=[2, 2], chunks=[([[0, 2], [2, 0]], FILE, 0)]),
+    "a box of text": entry(shape=[2, 2], chunks=[(["02", [0, 2]], FILE, 0)]),
+    "a gap between boxes": entry(shape=[2, 2], chunks=[([[0, 2], [0, 1]], FILE, 0)]),
+    "boxes that overlap": entry(shape=[2, 2], chunks=[(0, 4, FILE, 0), ([[0, 1], [0, 1]], FILE, 0)]),
+    "a shape of another size": entry(shape=[2, 3]),
+    "a shape that is a number": entry(shape=4),
+    "a shape of a thousand dims": entry(shape=[1] * 1000 + [4]),
 }
 
 

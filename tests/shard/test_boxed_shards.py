@@ -1,5 +1,6 @@
 """Shards of several boxes (experts x rows, a slice of columns) through load, export and checkpoints, bit for bit."""
 
+import peft
 import pytest
 import torch
 import torch.distributed as dist
@@ -66,8 +67,8 @@ class InOrder:
         return self.checkpoint.whole(name)
 
 
-def through_boxes(folder, saves):
-    policy = sp.load(folder, compute_dtype=torch.float32, progress=False)
+def through_boxes(folder, saves, lora):
+    policy = sp.load(folder, compute_dtype=torch.float32, progress=False, lora=lora)
     whole = {name: param.full_tensor() for name, param in policy.named_parameters()}
     expected, before = sp.WeightStream(policy), held_by(policy)
     streamed = {name: tensor.clone() for name, tensor in expected}
@@ -113,8 +114,14 @@ def through_boxes(folder, saves):
     return sum(len(box) > 1 for shard in shards for box in shard.boxes)
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
-def test_boxes_go_everywhere_that_ranges_go(tmp_path, family):
+# With init_lora_weights=False neither matrix of an adapter is zero: both are drawn, and the merge changes something.
+ADAPTER = peft.LoraConfig(r=3, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+
+
+@pytest.mark.parametrize(
+    ("family", "lora"), [("qwen3_moe", None), ("gpt_oss", None), ("llama_tied", ADAPTER)]
+)
+def test_boxes_go_everywhere_that_ranges_go(tmp_path, family, lora):
     folder = make_checkpoint(tmp_path / "model", family)
-    found = run_ranks(2, through_boxes, folder, tmp_path)
+    found = run_ranks(2, through_boxes, folder, tmp_path, lora)
     assert min(found) > 4  # boxes that are no ranges
