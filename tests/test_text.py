@@ -94,6 +94,7 @@ def test_estimate_of_a_hostile_model(model, tmp_path):
     assert_harmless(found.output)
 
 
+@pytest.mark.slow
 def test_doctor_of_a_hostile_model(model, tmp_path):
     rename_a_tensor(model)
     renamed = tmp_path / f"model{HOSTILE}".replace("/", "")

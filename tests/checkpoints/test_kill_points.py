@@ -253,6 +253,7 @@ def kill_at_every_operation(source, root, can_exchange, indices):
     return len(points)
 
 
+@pytest.mark.slow
 def test_a_kill_at_any_operation_of_a_save(source, tmp_path):
     """On a file system that cannot exchange two folders at once."""
     (num_points,) = run_ranks(1, kill_at_every_operation, source, tmp_path, False, range(4), timeout=300)

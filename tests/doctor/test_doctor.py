@@ -110,6 +110,7 @@ def test_the_buffer_table_has_every_rank(folders):
     assert found[0].first == found[1].first == pytest.approx((1.0, 0.1, 0.01, 0.001))
 
 
+@pytest.mark.slow
 def test_a_matrix_covers_what_the_model_allows(folders):
     request = make_request(folders["phi3"], Layout(dtype="fp32"), matrix=True)
     found = report_of(request).examinations
@@ -287,6 +288,7 @@ def run_doctor(*options, timeout=120):
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout)
 
 
+@pytest.mark.slow
 def test_the_command_on_random_weights(tmp_path, folders):
     result = run_doctor(
         "--config", f"{folders['llama']}/config.json", "--dtypes", "fp32", "--seq-len", "16",

@@ -86,6 +86,7 @@ def measure(family, sizes, strategy, dtype, num_tokens):
     ],
     ids=["fsdp2", "fsdp1", "experts"],
 )
+@pytest.mark.slow
 def test_estimates_are_what_a_run_measures(family, sizes, strategy, dtype, num_tokens):
     layout = Layout(strategy=strategy, dtype=dtype)
     expected = estimate(

@@ -17,7 +17,7 @@ from tests.rl.runs import lines, write_rows
 from tests.rl.test_processes import SETTINGS, STEPS, finish, ranks_of, start, wait_for_step
 from tests.sockets import all_loopback, listening
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 LONG_S = 60.0  # what nothing may outlive its parent by
 START_S = 300.0  # longer than any start takes, on a busy machine too

@@ -24,6 +24,7 @@ def make_task(folder):
         ("ppo", ["optimizer.lr=0.001", "critic.lr=0.003", "algorithm.updates_per_batch=2"]),
     ],
 )
+@pytest.mark.slow
 def test_it_learns_on_two_ranks(tmp_path, algorithm, settings):
     overrides = [
         f"algorithm.name={algorithm}",

@@ -63,6 +63,7 @@ def test_the_documented_metrics_are_all_there_and_no_others(tmp_path):
     assert {"reward/mean", "kl/mean", "loss/policy", "grad_norm", "tokens_per_s", "time/reward"} <= set(found)
 
 
+@pytest.mark.slow
 def test_layouts_and_engines_give_one_trajectory(tmp_path):
     expected, weights = None, None
     for number, overrides in [

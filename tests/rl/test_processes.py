@@ -16,7 +16,7 @@ import pytest
 from tests.ranks import run_ranks
 from tests.rl.runs import SMALL, TINY, lines, run_recipe, small_recipe, trajectory
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 STEPS = 24
 SETTINGS = (f"train.steps={STEPS}", "output.save_every=3", "output.eval_every=0")

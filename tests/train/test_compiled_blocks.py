@@ -74,6 +74,7 @@ def train(folder: str, options: dict[str, Any]) -> tuple[bool, list[Any], list[i
     ],
     ids=str,
 )
+@pytest.mark.slow
 def test_the_same_numbers_from_one_compilation(tmp_path, num_ranks, family, options):
     folder = str(make_checkpoint(tmp_path, family))
     plain = run_ranks(num_ranks, train, folder, {**options, "compile": False})

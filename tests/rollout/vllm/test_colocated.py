@@ -76,6 +76,7 @@ def survive(folder: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_a_killed_server_costs_a_sync_and_never_a_version(models):
     first, second = run_ranks(2, survive, models["tied"], timeout=STARTS)
     assert first.pop("starts") == 4
@@ -128,6 +129,7 @@ def worst_untrimmed(engine: Any) -> float:
     return worst(engine, completions)
 
 
+@pytest.mark.slow
 def test_experts_are_right_after_every_sync_and_vllm_alone_would_not_be(models):
     for rank, found in enumerate(run_ranks(2, experts, models["moe"], timeout=STARTS)):
         assert max(found["gaps"]) < 1e-4
@@ -186,6 +188,7 @@ def grow(policy: Any, factor: float = 1.5) -> None:
     policy.num_updates += 1
 
 
+@pytest.mark.slow
 def test_an_adapter_is_really_served(models):
     first, second = run_ranks(2, adapters, models["tied"], timeout=STARTS)
     assert first == second
@@ -210,6 +213,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.slow
 def test_a_server_does_not_outlive_its_trainer(models):
     trainer = subprocess.Popen(
         [sys.executable, "-c", ORPHAN, models["tied"]], stdin=subprocess.PIPE, stdout=subprocess.PIPE

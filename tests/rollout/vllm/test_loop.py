@@ -53,6 +53,7 @@ def test_the_two_demo_recipes_differ_in_their_engine_alone():
     assert served == plain
 
 
+@pytest.mark.slow
 def test_vllm_reaches_the_reward_of_the_embedded_engine(tmp_path):
     embedded = train("tiny.toml", tmp_path / "embedded")
     served = train("tiny-vllm.toml", tmp_path / "served")
