@@ -53,19 +53,23 @@ demo: $(STAMP)
 	@$(BIN)/python -m shardproof.demo recipes/tiny.toml output.folder=runs/demo
 	@echo "the command: $(BIN)/shardproof train recipes/tiny.toml    (or once: source $(BIN)/activate)"
 
+# What is asserted about the source itself.
+SHAPE := tests/test_code_shape.py tests/test_rooms.py
+
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/codespell
+	$(BIN)/python -m pytest -q $(SHAPE)
 
 # The report's page is opened in a real browser by a test.
 browser:
 	@command -v chromium >/dev/null || { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium; }
 
-CORE := $(wildcard tests/test_*.py) tests/dist tests/model tests/config tests/weights tests/shard tests/train tests/export \
-	tests/checkpoints tests/rollout
+CORE := $(filter-out $(SHAPE),$(wildcard tests/test_*.py)) tests/dist tests/model tests/config tests/weights tests/shard \
+	tests/train tests/export tests/checkpoints tests/rollout
 RUNS := tests/rl tests/doctor tests/museum
 
 # The parts: load, step, export, and what goes wrong in them.
