@@ -95,7 +95,7 @@ def test_another_seed_gives_other_weights(configs, expected):
 
 @pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2"])
 def test_no_two_tensors_are_alike(configs, strategy):
-    """A generator seeded once a tensor, without its name, would draw the same numbers again and again."""
+    """A generator seeded once per tensor, without its name, would draw the same numbers again and again."""
     ((state, _),) = run_ranks(1, whole_weights, configs["qwen3"], strategy, {})
     heads = [tuple(tensor.reshape(-1)[64:72].tolist()) for tensor in state.values() if tensor.ndim == 2]
     assert len(set(heads)) == len(heads)

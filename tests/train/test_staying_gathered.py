@@ -1,4 +1,4 @@
-"""`reshard_after_forward=False`: parameters are gathered once a step, and never used after they have changed."""
+"""`reshard_after_forward=False`: parameters are gathered once per step, and never used after they have changed."""
 
 import contextlib
 from unittest import mock

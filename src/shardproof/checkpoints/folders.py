@@ -73,7 +73,7 @@ def name_of(folder: Path) -> str:
 
 
 def clear_leftovers(root: Path) -> None:
-    """Remove what ended saves left, and bring back a checkpoint that one left aside. The caller holds the root's lock."""
+    """Remove what interrupted saves left, and restore a checkpoint that one had set aside. The caller holds the lock."""
     for path in list(root.iterdir()):
         if path.name.startswith((PARTIAL, REMOVED)):
             if path.is_dir():
@@ -91,7 +91,7 @@ def clear_leftovers(root: Path) -> None:
 def publish(root: Path, partial: Path, final: Path, keep: int | None) -> None:
     """Give a complete folder its name, and drop what is no longer kept.
 
-    Trouble with what is dropped is no trouble of the checkpoint that is there: the next save tries again.
+    A failure to remove an old checkpoint does not fail the new one: the next save tries again.
     """
     sums = (partial / CHECKSUMS_NAME).read_bytes()
     try:

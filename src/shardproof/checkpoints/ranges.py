@@ -192,7 +192,7 @@ def check_index(
 
 
 def _chunk(row: Any, shape: list[int] | None) -> Chunk | None:
-    """A row of the index as a chunk; None if it is none."""
+    """A row of the index as a chunk; None if it is not a valid one."""
     if not isinstance(row, list) or len(row) not in (3, 4):
         return None
     *where, file, offset = row

@@ -116,7 +116,7 @@ def _check_request(root: Path, extra: dict[str, Any], number: int, keep: int | N
 
 
 def _claim(root: Path, lock: FolderLock) -> None:
-    """Keep other saves out of the folder, and remove what ended ones left in it. Rank 0 alone."""
+    """Keep other saves out of the folder, and remove what interrupted ones left in it. Rank 0 only."""
     with disk_errors("save", f"{root} cannot be written"):
         claim_folder(lock, "save")
         try:
@@ -203,7 +203,7 @@ class _Save:
         return sums
 
     def _write_index(self, parts: list[Any], sums: list[Sum]) -> None:
-        """Say where everything lies, if it is everything."""
+        """Write the index of all tensors, if none is missing."""
         index = merge_index(parts)
         sizes = {name: size for name, size, _ in sums}
         check_index(index, self.final.name, sizes, stage="save", code="E408")
@@ -224,7 +224,7 @@ class _Save:
         return self.final
 
     def _first_alone(self, work: Callable[[], None]) -> None:
-        """Do something on rank 0; what fails there fails on all ranks."""
+        """Run a function on rank 0; an error there is raised on all ranks."""
         problem: Exception | None = None
         if dist.get_rank() == 0:
             try:

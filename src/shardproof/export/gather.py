@@ -1,4 +1,4 @@
-"""Whole tensors from every rank's parts: one collective a bucket, in memory that is used again."""
+"""Whole tensors from every rank's parts: one collective per bucket, in buffers that are reused."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ Packs = list[tuple[list[int], int]]
 
 
 class Gatherer:
-    """Gathers bucket after bucket. What travels lies in buffers that stay from one bucket to the next.
+    """Gathers bucket after bucket. The buffers for sending and receiving are reused from one bucket to the next.
 
     Ranks of one host that keep their tensors in its memory write their parts into memory that all of them share, and
-    nothing is sent. Else a bucket is one all-gather; gloo's threads let go of a buffer some time after a collective has
-    ended, and new ones would pile up meanwhile.
+    nothing is sent. Else a bucket is one all-gather. gloo's threads release a buffer some time after a collective has
+    ended, so that new ones for each bucket would pile up.
 
     Memory: three times a bucket's bytes (sent, received, in order), and padding up to another half; shared memory has
     them twice. A single tensor of more than `limit` bytes is there at most twice.
@@ -40,7 +40,7 @@ class Gatherer:
     ) -> dict[str, torch.Tensor]:
         """Whole tensors of these shapes from every rank's `values`, which are used up. Collective: the shard axis.
 
-        Between two calls every rank must have met every other: what was gathered is written over.
+        Between two calls all ranks must have synchronised: the next call overwrites what was gathered.
         """
         if layout.group is None or not values:
             return {
@@ -119,7 +119,7 @@ class Gatherer:
 
 
 def _pack(parts: list[torch.Tensor], target: torch.Tensor, offsets: Sequence[int]) -> None:
-    """Lay the parts side by side, and let go of them."""
+    """The parts side by side in one buffer; `parts` is emptied."""
     for part, offset in zip(parts, offsets, strict=True):
         raw = part.view(-1).view(torch.uint8)
         target[offset : offset + raw.numel()] = raw

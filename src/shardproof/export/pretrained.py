@@ -36,7 +36,7 @@ from shardproof.weights.reader import INDEX_NAME
 from shardproof.weights.writer import FilePlan, FileWriter, plan_files, write_index
 
 _MAX_FILE_BYTES = 4 * 10**9
-# Weights and what describes them are written anew; everything else in the source folder belongs to the model.
+# Weights, config and index are written anew; the other files of the source folder are copied.
 _NOT_COPIED = {CONFIG_NAME, ADAPTER_CONFIG}
 _COPIED_SUFFIXES = {".json", ".txt", ".model", ".jinja", ".py", ".tiktoken"}
 
@@ -99,7 +99,7 @@ def _described(files: FilePlan, adapter_only: bool) -> set[str]:
 
 
 def _companions(source: Path) -> list[str]:
-    """The source's files that travel along unchanged; one that leads out of its folder is refused."""
+    """The source's files that are copied unchanged; a link that leads out of its folder is refused."""
     found = []
     for path in sorted(source.iterdir()):
         is_index = path.name.endswith(".index.json")
@@ -154,7 +154,7 @@ def _write_description(
     companions: Sequence[str],
     adapter_only: bool,
 ) -> None:
-    """Config, index, and the files that travel along unchanged. Rank 0 only."""
+    """Config, index, and the files that are copied unchanged. Rank 0 only."""
     if adapter_only:
         config: Any = deepcopy(policy.model.peft_config[ADAPTER])
         config.base_model_name_or_path = policy.source

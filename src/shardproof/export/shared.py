@@ -25,7 +25,7 @@ from shardproof.export.digests import DigestShare
 from shardproof.export.gather import Gatherer
 from shardproof.export.manifest import ExportReceipt
 from shardproof.export.payload import Layout, first_not_finite
-from shardproof.export.stream import WeightStream, agree_to_go_on, make_tensors
+from shardproof.export.stream import WeightStream, agree_to_continue, make_tensors
 from shardproof.shard.local import LocalShard
 from shardproof.shard.memory import host_memory
 from shardproof.shard.sharded_model import ShardedModel
@@ -73,7 +73,7 @@ def _view(memory: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], offs
 
 
 class SharedWeights:
-    """A policy's weights in shared memory, written anew by each `write`. Close it to give the memory back."""
+    """A policy's weights in shared memory, written anew by each `write`. Close it to free the memory."""
 
     def __init__(
         self,
@@ -160,7 +160,7 @@ class SharedWeights:
                 )
                 for entry in bucket:
                     bad = self._write_entry(entry, layout, adapters, writes) or bad
-            agree_to_go_on(bad=bad)  # and every rank has written
+            agree_to_continue(bad=bad)  # and every rank has written
             digests = self._digest() if self.digests else {}
         self.receipt = self._stream.make_receipt(digests, time.perf_counter() - started)
         return self.receipt
@@ -237,7 +237,7 @@ class SharedWeights:
         return [digest(self._flat(name)) for name in names]
 
     def close(self) -> None:
-        """Give the memory back; processes that have mapped it keep it until they let go."""
+        """Free the memory; processes that have mapped it keep it until they unmap it."""
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._typed.clear()
         if self._descriptor is not None:

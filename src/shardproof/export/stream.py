@@ -78,7 +78,7 @@ class WeightStream:
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         running = self._run()
-        # Held weakly: a loop that is left lets go of it, and it then tells the other ranks.
+        # A weak reference: leaving the loop frees the iterator, which then tells the other ranks.
         self._running = weakref.ref(running)
         return running
 
@@ -127,11 +127,11 @@ class WeightStream:
                         yield tensors.pop()
         except GeneratorExit:
             with self._deadline():
-                agree_to_go_on(stopped=True)
+                agree_to_continue(stopped=True)
             raise
         started = time.perf_counter()
         with self._deadline():
-            agree_to_go_on()
+            agree_to_continue()
             digests = share.merged(map(_digest_order, payload.entries)) if self.digests else {}
         self.receipt = self.make_receipt(digests, seconds + time.perf_counter() - started)
 
@@ -163,13 +163,13 @@ class WeightStream:
         names = [name for entry in bucket for name in entry.sources]
         sharded = [name for name in names if not payload.infos[name].is_buffer]
         if payload.adapters_needed(sharded):
-            agree_to_go_on()  # before the first collective of a bucket, or a rank that has stopped would miss it
+            agree_to_continue()  # before the first collective of a bucket, or a rank that has stopped would miss it
         adapters = self.gather_adapters(sharded, layout)
         values = {name: payload.local_values(name, adapters) for name in sharded}
         buffers = {
             name: payload.buffers[payload.infos[name].name] for name in names if payload.infos[name].is_buffer
         }
-        agree_to_go_on(bad=None if self.allow_nonfinite else first_not_finite(values | buffers))
+        agree_to_continue(bad=None if self.allow_nonfinite else first_not_finite(values | buffers))
         boxes = {name: layout.boxes[payload.infos[name].name] for name in sharded}
         shapes = {name: payload.infos[name].shape for name in sharded}
         whole = gather(values, Layout(boxes, layout.rank, layout.group), shapes) | buffers
@@ -206,10 +206,10 @@ def _group_size(layout: Layout) -> int:
     return 1 if layout.group is None else dist.get_world_size(layout.group)
 
 
-def agree_to_go_on(*, stopped: bool = False, bad: str | None = None) -> None:
+def agree_to_continue(*, stopped: bool = False, bad: str | None = None) -> None:
     """Raise if some rank's consumer has stopped, or some rank holds a tensor that is not finite.
 
-    Collective: every rank, once a bucket and once at the end.
+    Collective: every rank, once per bucket and once at the end.
     """
     flags = gather_rows(torch.tensor([int(stopped), int(bad is not None)])).tolist()
     if any(flag[1] for flag in flags):

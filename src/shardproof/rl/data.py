@@ -244,7 +244,7 @@ def _tokens(tokenizer: Any, texts: list[str], *, add_special_tokens: bool) -> li
         with panics_as_errors():
             found = tokenizer(texts, add_special_tokens=add_special_tokens)["input_ids"]
         return [tuple(ids) for ids in found]
-    except Exception as error:  # a tokenizer is made of a stranger's files too
+    except Exception as error:  # a tokenizer is made of untrusted files too
         message = f"the tokenizer fails on the data: {type(error).__name__}: {str(error)[:300]}"
         raise unusable(message, "use the tokenizer files that belong to the model") from error
 

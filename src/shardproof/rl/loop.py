@@ -46,7 +46,7 @@ def train(recipe: Recipe, loggers: Sequence[Logger] = (), resume: Resume | None 
 def _run(recipe: Recipe, folder: RunFolder, loggers: Sequence[Logger]) -> dict[str, float]:
     with StopFlag() as stop:
         run = set_up(recipe)
-        gc.freeze()  # what is there now stays; looking through it for garbage in every step is in vain
+        gc.freeze()  # what exists now stays; garbage collection need not scan it in every step
         try:
             return _train(run, folder, stop, loggers)
         finally:

@@ -39,7 +39,7 @@ _BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv.pop()); from shardp
 def serve() -> None:
     """A worker's life: import the rewards, then answer chunks of calls, one reply per call, until told to leave."""
     parent, descriptor, lifeline = map(int, sys.argv[1:4])
-    _leave_with(parent, lifeline)
+    _die_with_rank(parent, lifeline)
     os.set_inheritable(descriptor, False)  # a process that a reward starts must not keep the connection open
     connection = Connection(descriptor)
     with contextlib.suppress(EOFError, OSError):
@@ -56,7 +56,7 @@ def serve() -> None:
                 connection.send(attempt(functions[name], sample))
 
 
-def _leave_with(parent: int, lifeline: int) -> None:
+def _die_with_rank(parent: int, lifeline: int) -> None:
     """Have this worker, and what its rewards start, killed once the rank is gone, even in the middle of a call.
 
     The rank holds the other end of `lifeline` and writes nothing, so it is readable when the rank is gone. The kernel

@@ -34,7 +34,7 @@ class StopFlag:
     def __enter__(self) -> StopFlag:
         if threading.current_thread() is threading.main_thread():
             for number in STOP_SIGNALS:
-                # nohup has switched hang-ups off; background jobs of scripts ignore SIGINT too, but by no wish of theirs.
+                # nohup ignores SIGHUP on purpose; background jobs of scripts ignore SIGINT too, but by default of the shell.
                 if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
                     self._before[number] = signal.signal(number, self._raise_flag)
         return self

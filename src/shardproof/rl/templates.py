@@ -1,6 +1,6 @@
-"""A stranger's tokenizer and chat template, run so that neither takes the run with it.
+"""Untrusted tokenizers and chat templates, run so that neither can end the run.
 
-Templates have a deadline: jinja's sandbox keeps them from doing harm, not from going on for ever.
+Templates have a deadline: jinja's sandbox keeps them from doing harm, not from looping forever.
 """
 
 from __future__ import annotations

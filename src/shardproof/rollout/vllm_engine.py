@@ -128,7 +128,7 @@ class VllmEngine(BatchEngine):
         (expected,) = logprobs(self.policy, [self._tokens])
         scored = time.perf_counter() - started - written
         outcome: list[Any] = [None, None]
-        with self._deadline(self._patience), together("sync"):
+        with self._deadline(self._sync_deadline_s), together("sync"):
             if self.delivery is not None:
                 delivered = Delivered(receipt.version, expected.tolist(), **payload)
                 proof = self.delivery.deliver(delivered, self.settings.sync_timeout_s)
@@ -201,7 +201,7 @@ class VllmEngine(BatchEngine):
         # Ranks of one sequence-parallel group ask for the same; what is asked twice is sampled once.
         index = {(tuple(tokens), seed): None for row in rows for tokens, seed in row}
         written: list[Any] = []
-        with self._deadline(self._patience + self.settings.request_timeout_s), together("generate"):
+        with self._deadline(self._sync_deadline_s + self.settings.request_timeout_s), together("generate"):
             if self.delivery is not None:
                 written = self._sample(list(index), sampling)
         found = dict(zip(index, exchange(written)[0], strict=True))
@@ -243,7 +243,7 @@ class VllmEngine(BatchEngine):
         return [tokens, values, tokens[-1] in sampling.stop_ids, version]
 
     @property
-    def _patience(self) -> float:
+    def _sync_deadline_s(self) -> float:
         """How long rank 0 may need to bring a version, or to find that it cannot and bring the last one back."""
         return 2 * (self.settings.sync_timeout_s + self.settings.start_timeout_s)
 

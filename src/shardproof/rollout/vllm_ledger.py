@@ -169,7 +169,7 @@ def _count_cells(
 
 
 def _box(write: _Write, param: torch.Tensor) -> _Box | None:
-    """The box of a parameter that a write covers; None if it is none, such as a range across rows."""
+    """The box of a parameter that a write covers; None if it is not a box, such as a range across rows."""
     start, extent = [0] * param.ndim, [1] * param.ndim
     rest, strides = write.offset - int(param.storage_offset()), param.stride()
     dims = sorted((d for d in range(param.ndim) if param.shape[d] > 1), key=lambda d: -strides[d])

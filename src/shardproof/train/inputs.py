@@ -23,7 +23,7 @@ class Inputs:
         trimmed = packed and not every_token
         lengths = [len(sequence) - trimmed for sequence in sequences]
         tokens = [token for sequence in sequences for token in (sequence[:-1] if trimmed else sequence)]
-        # What a last token that is there would have to predict is never looked at.
+        # A last token that is kept has no target; the 0 in its place is never used.
         targets = [token for sequence in sequences for token in (*sequence[1:], *([] if trimmed else [0]))]
         # The tokens that make the row divisible are a sequence of their own, which nothing attends to. Two tokens per rank
         # are the least: for a single one, compiled code would be compiled again.

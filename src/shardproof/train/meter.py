@@ -14,8 +14,8 @@ from torch.autograd.graph import saved_tensors_hooks
 class Meter:
     """Adds up over a block's calls what is kept, its output included, and the output alone, in bytes.
 
-    On CUDA the allocator tells. It also knows of what compiled code and kernels keep without autograd's saying so. On the
-    CPU, where no allocator counts, the storages that autograd saves are counted, without the parameters.
+    On CUDA the allocator's counters are read, which include what compiled code and kernels keep outside of autograd. On
+    the CPU the storages that autograd saves are counted, without the parameters.
     """
 
     def __init__(self, block: nn.Module, device: torch.device):
@@ -31,7 +31,7 @@ class Meter:
         ]
 
     def close(self) -> None:
-        """Measure no more calls."""
+        """Stop measuring."""
         self._counting.close()  # a forward that raised left it open
         for handle in self._handles:
             handle.remove()

@@ -66,7 +66,7 @@ def check_same_metrics(rows: list[dict[str, Any]]) -> None:
 
 
 def reduce_metrics(rows: list[dict[str, Any]], reductions: Mapping[str, str]) -> dict[str, float]:
-    """One number a metric from every rank's {name: [partial, count]}; raises if ranks have other names."""
+    """One number per metric from every rank's {name: [partial, count]}; raises if ranks have other names."""
     check_same_metrics(rows)
     return {name: _reduce([row[name] for row in rows], reductions.get(name, "mean")) for name in rows[0]}
 

@@ -44,7 +44,7 @@ class StepSettings:
     router_coef: float
 
     def check(self) -> None:
-        """Raise for numbers with which a step would go uphill, go nowhere, or turn everything into NaN."""
+        """Raise for numbers with which a step would ascend, change nothing, or turn everything into NaN."""
         require_number("train_step", "micro_batch_tokens", self.micro_batch_tokens, above=0)
         require_number("train_step", "temperature", self.temperature, above=0)
         require_number("train_step", "router_coef", self.router_coef, at_least=0)

@@ -3,7 +3,7 @@
 A probe, a micro-batch in which the last block of each kind is kept and every other one recomputed, measures what a block
 keeps. From then on each micro-batch recomputes the fewest blocks with which it fits. They are the first ones: what the
 later ones keep is gone by the time the backward pass recomputes them. Where nothing is recomputed and memory is left for
-the whole model, FSDP2's parameters are gathered once a step.
+the whole model, FSDP2's parameters are gathered once per step.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from shardproof.train.meter import Meter
 
 logger = logging.getLogger(__name__)
 
-# Of all memory: what fragmentation and what nobody counted may take.
+# The share of all memory that is left for fragmentation and for what is not counted.
 _MARGIN = 0.1
 # A probe keeps a block of each kind; a model of more kinds than this is recomputed whole.
 _MAX_KINDS = 4
-# How far off an estimate may be before a probe is worth its while, and before a measurement that costs nothing is.
+# By which factor an estimate may be off before a probe is run, and before a measurement that costs nothing is taken.
 _PROBE_BEYOND, _NOTE_BEYOND = 1.5, 1.1
 
 
@@ -149,7 +149,7 @@ class Recompute:
         )
         answers = exchange([mine, has_room])
         self.counts = [max(needed) for needed in zip(*(needed for needed, _ in answers), strict=True)]
-        self._say(extents, budget)
+        self._log(extents, budget)
         can_stay = policy.strategy == FSDP2 and policy.settings.reshard_after_forward is None
         return StepPlan(self, extents, self.counts, can_stay and all(room for _, room in answers))
 
@@ -208,7 +208,7 @@ class Recompute:
             logits = 0
         return gathered_bytes(self._groups, compute, logits, True, shards)
 
-    def _say(self, extents: Sequence[Extent | None], budget: int) -> None:
+    def _log(self, extents: Sequence[Extent | None], budget: int) -> None:
         """Log the step's largest number when it is new, and when it has changed by a quarter of the blocks."""
         most, num_blocks = max(self.counts), len(self.blocks)
         if most > num_blocks or (self._said is not None and 4 * abs(most - self._said) <= num_blocks):

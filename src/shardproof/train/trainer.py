@@ -83,7 +83,7 @@ class Trainer:
         """
         model, optimizer = self.model, self.optimizer
         settings = StepSettings(loss, micro_batch_tokens, max_grad_norm, temperature, router_coef)
-        seconds = deadline_s if deadline_s is not None else _patience(model)
+        seconds = deadline_s if deadline_s is not None else _default_deadline(model)
         with deadline("train_step", "T308", seconds, _groups(model)):
             work = prepare(model, batch, optimizer, settings)
             try:
@@ -198,7 +198,7 @@ def train_step(
     )
 
 
-def _patience(policy: ShardedModel) -> float:
+def _default_deadline(policy: ShardedModel) -> float:
     """The deadline where none is given; what is compiled is compiled in the first step."""
     plain = policy.device.type == "cpu" and not is_compiled(policy.model)
     return _DEADLINE_S["cpu" if plain else "cuda"]
