@@ -15,7 +15,7 @@ from shardproof.export.stream import WeightStream
 from shardproof.findings import Finding
 from shardproof.model import hf_private
 from shardproof.model.buffers import compute_buffers
-from shardproof.model.replace import replace_buffers, replace_parameters
+from shardproof.model.replace import place_buffers, replace_parameters
 from shardproof.rollout.decode import decode, last_logits
 from shardproof.rollout.engine import Request, Sampling
 from shardproof.rollout.queue import BatchEngine
@@ -162,10 +162,7 @@ def _empty_replica(policy: ShardedModel) -> PreTrainedModel:
     replace_parameters(
         model.modules(), lambda old: torch.full(old.shape, float("nan"), dtype=dtype, device=device)
     )
-    replace_buffers(
-        model.modules(),
-        lambda old: torch.zeros_like(old, device=device) if old.is_meta else old.to(device),
-    )
+    place_buffers(model, device)
     return model.eval().requires_grad_(False)
 
 
