@@ -188,6 +188,15 @@ class _Plan:
         self._ranges = ranges.view(self._size, -1, 2).tolist()
         self._rounds = _share_out([item.shape for item in items], self._size)
         self.num_rounds = max(map(len, self._rounds), default=0)
+        # Of each round: what this rank sends to each owner, and what it gets from each rank of the matrices it owns.
+        ranks = range(self._size)
+        self._exchanged = [
+            (
+                [self._slices(self._rank, owner, index) for owner in ranks],
+                [self._slices(rank, self._rank, index) for rank in ranks],
+            )
+            for index in range(self.num_rounds)
+        ]
 
     def _slices(self, rank: int, owner: int, index: int) -> list[Slice]:
         """What a rank holds of the matrices that are the owner's in a round."""
@@ -201,8 +210,7 @@ class _Plan:
 
     def run(self, index: int, parts: Sequence[_Part], ns_steps: int) -> None:
         """Update the matrices of one round. Collective: the group."""
-        sent = [self._slices(self._rank, owner, index) for owner in range(self._size)]
-        held = [self._slices(rank, self._rank, index) for rank in range(self._size)]
+        sent, held = self._exchanged[index]
         outgoing = torch.empty(_count(sent), dtype=WIRE_DTYPE, device=self._device)
         for piece, (matrix, start, stop) in _pieces(outgoing, sent):
             first = self._starts[matrix.param]

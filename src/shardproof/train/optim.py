@@ -59,18 +59,15 @@ def make_optimizer(
 
     FSDP1 shows every parameter as a vector, so what decays is decided by the shape of the whole tensor.
     """
-    shards = {shard.name: shard for shard in policy.local_shards()}
-    if name == "muon" and any(shard.flat_range is None for shard in shards.values()):
-        message = (
-            "name='muon' puts matrices together from ranges of their elements, and these shards are boxes."
-        )
-        raise fail("C001", "optimizer", message, fix="use name='adamw'")
+    ranges = {shard.name: shard.flat_range for shard in policy.local_shards()}
+    shapes = {info.name: info.shape for info in policy.inventory.parameters}
     hidden = hidden_matrices(policy.model, policy.inventory)
-    trained = [
-        Trainable(param, shards[full].shape, shards[full].start, full in hidden)
-        for full, param in policy.named_parameters()
-        if param.requires_grad
-    ]
+    trained = []
+    for full, param in policy.named_parameters():
+        if param.requires_grad:
+            held = ranges[full]
+            assert held is not None, "FSDP shards into ranges"
+            trained.append(Trainable(param, shapes[full], held[0], full in hidden))
     if not trained:
         raise fail("C001", "optimizer", f"the {policy.role} has no trainable parameter.")
     group = policy.mesh.get_group(policy.mesh.ndim - 1)
