@@ -19,6 +19,7 @@ class SoftMedian(GroupAlgorithm):
 
     def compare(self, rewards_PG, counted_PG):
         """Advantages of G completions of P prompts; 0 for those that are not counted, because their rewards failed."""
+        scale = self.settings.options.get("scale", 1.0)
         known_PG = rewards_PG.masked_fill(~counted_PG, torch.nan)
         median_P1 = known_PG.nanmedian(dim=1, keepdim=True).values
-        return torch.nan_to_num(known_PG - median_P1)
+        return scale * torch.nan_to_num(known_PG - median_P1)

@@ -45,6 +45,7 @@ def run_with_examples(recipe: str, csv: str | None = None) -> dict[str, float]:
 def test_an_algorithm_a_reward_an_optimizer_and_a_logger(tmp_path):
     settings = [
         "algorithm.name=soft_median:SoftMedian",
+        "algorithm.options={scale=2.0}",
         "reward.functions=[{name='concise:concise'}]",
         "optimizer.name=lion:Lion",
         "optimizer.options={cautious=true}",

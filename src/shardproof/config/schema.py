@@ -122,6 +122,11 @@ class Rollout(Section):
     max_version_lag: CountOrNone = 0  # how many versions older than the policy's a completion may be
     vllm: Annotated[VllmSettings, BeforeValidator(partial(read_none, VllmSettings))] = VllmSettings()
 
+    @field_validator("engine")
+    @classmethod
+    def _is_known(cls, engine: str) -> str:
+        return _known_or_users(engine, ENGINES)
+
 
 class Algorithm(Section):
     """The algorithm and its numbers."""
@@ -147,11 +152,18 @@ class Algorithm(Section):
     )
     # Completion length from which reward is taken away, down to -1 at the limit.
     overlong_from: Annotated[int, Bound(ge=0, le=MAX_TOKENS)] | None = None
+    options: dict[str, bool | int | float | str] = {}  # further settings of module:name
 
     @field_validator("name")
     @classmethod
     def _is_known(cls, name: str) -> str:
         return _known_or_users(name, SPECS)
+
+    @model_validator(mode="after")
+    def _has_options(self) -> Algorithm:
+        if self.options and not is_user_name(self.name):
+            raise ValueError(f"options are for an algorithm of yours, module:name, not for {self.name!r}")
+        return self
 
 
 class Reward(Section):
