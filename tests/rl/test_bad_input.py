@@ -41,7 +41,7 @@ def test_every_recipe_resolves(recipe):
         ("train.steps=0", "train.steps: Input should be greater than 0"),
         ("algorithm.name=grpoo", "Did you mean 'grpo'?"),
         ("algorithm.options.scale=2", "options are for an algorithm of yours"),
-        ("rollout.engine=embeded", "Did you mean 'embedded'?"),
+        ("rollout.engine=embeddedd", "Did you mean 'embedded'?"),
         ("rollout.group_size=1", "needs at least 2"),
         ("critic.lr=0.1", "grpo has no critic"),
         ("reference.cpu_offload=true", "without algorithm.kl_coef no KL is taken"),

@@ -107,7 +107,7 @@ def test_tokens_that_an_engine_drew_are_weighed_by_its_own_probabilities():
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"surrogate": "cliped"}, "Did you mean 'clipped'?"),
+        ({"surrogate": "clippedd"}, "Did you mean 'clipped'?"),
         ({"kl_estimator": "k4"}, "not one of k1, k2, k3"),
         ({"tis_cap": 2.0}, "needs rollout log-probs"),
     ],
