@@ -315,17 +315,12 @@ def write_from_another_host(folder, victim):
     file = open(victim, "rb+")  # noqa: SIM115
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
-            exchange = shared.exchange
+            broadcast = shared.broadcast
 
             def elsewhere(value):
-                rows = exchange(value)
-                if isinstance(rows[0], dict):
-                    rows[0]["path"] = f"/proc/{os.getpid()}/fd/{file.fileno()}"
-                elif isinstance(rows[0], str):
-                    rows[0] = f"/proc/{os.getpid()}/fd/{file.fileno()}"
-                return rows
+                return {**broadcast(value), "path": f"/proc/{os.getpid()}/fd/{file.fileno()}"}
 
-            patch.setattr(shared, "exchange", elsewhere)
+            patch.setattr(shared, "broadcast", elsewhere)
         sp.SharedWeights(policy).write()
 
 

@@ -41,7 +41,7 @@ from shardproof.checkpoints.run_state import (
 from shardproof.checkpoints.save_group import share
 from shardproof.checkpoints.saver import saver_of
 from shardproof.checkpoints.snapshot import PendingSave, Snapshot, copy_to_host
-from shardproof.dist.collectives import exchange, together
+from shardproof.dist.collectives import broadcast, together
 from shardproof.dist.shared_folder import check_seen, claim_folder, disk_errors
 from shardproof.errors import ShardproofError, fail
 from shardproof.files import PARTIAL, FolderLock, write_atomic
@@ -84,7 +84,7 @@ def save_checkpoint(
             if dist.get_rank() == 0:
                 _claim(root, lock)
         state = describe(policy, optimizer, scheduler, extra or {})
-        partial = root / f"{PARTIAL}{number:08d}-{exchange(secrets.token_hex(4))[0]}"
+        partial = root / f"{PARTIAL}{number:08d}-{broadcast(secrets.token_hex(4))}"
         ranges = model_ranges(policy) | (optimizer_ranges(policy, optimizer) if optimizer is not None else {})
         save = _Save(policy, root, partial, number, keep, state, lock, saver.join_group())
         snapshot = Snapshot(policy, ranges)

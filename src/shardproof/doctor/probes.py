@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from transformers import PretrainedConfig
 
-from shardproof.dist.collectives import exchange, share_findings, together
+from shardproof.dist.collectives import broadcast, exchange, share_findings, together
 from shardproof.dist.mesh import make_mesh
 from shardproof.doctor.reference import Reference, score_alone
 from shardproof.doctor.request import DTYPES, Layout, Request
@@ -226,7 +226,7 @@ def probe_round_trip(patient: Patient) -> Outcome:
             else:
                 message = f"{name!r} is streamed with other bytes than its file holds."
                 findings.append(Finding("E404", "round trip", message, tensor=name))
-    num_same, num_bytes = exchange([num_same, num_bytes])[0]
+    num_same, num_bytes = broadcast([num_same, num_bytes])
     note = f"{num_same} tensors, {size_text(num_bytes)}, equal to the files bit for bit"
     return note, share_findings(findings)
 

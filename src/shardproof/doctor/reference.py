@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
-from shardproof.dist.collectives import exchange, together
+from shardproof.dist.collectives import broadcast, together
 from shardproof.export.stream import WeightStream
 from shardproof.model.roles import CRITIC, VALUE_HEAD
 from shardproof.shard.sharded_model import ShardedModel
@@ -41,7 +41,7 @@ def score_alone(
                 dtype = settings.compute_dtype
                 rounded = _score(policy, folder, sequences, dtype, head, trust_remote_code, rounding=True)
                 noise = float((torch.cat(rounded) - torch.cat(scores)).abs().mean())
-    rows, noise = exchange([[row.tolist() for row in scores], noise])[0]
+    rows, noise = broadcast([[row.tolist() for row in scores], noise])
     return Reference([torch.tensor(row) for row in rows], noise)
 
 

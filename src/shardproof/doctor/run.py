@@ -19,7 +19,7 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 from shardproof import __version__
-from shardproof.dist.collectives import exchange, together
+from shardproof.dist.collectives import broadcast, exchange, together
 from shardproof.dist.launch import init_distributed, resolve_device, shut_down
 from shardproof.doctor.matrix import matrix_of
 from shardproof.doctor.probes import STAGES, Patient, Probe
@@ -102,7 +102,7 @@ def _model_folder(request: Request) -> Iterator[str | Examination]:
         return
     assert request.config is not None
     with tempfile.TemporaryDirectory(prefix="shardproof-doctor-") as own:
-        folder = exchange(own)[0]
+        folder = broadcast(own)
         try:
             with together("config"):
                 if dist.get_rank() == 0:

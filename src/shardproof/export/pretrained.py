@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from transformers import PretrainedConfig
 
-from shardproof.dist.collectives import exchange, together
+from shardproof.dist.collectives import broadcast, exchange, together
 from shardproof.dist.shared_folder import check_seen, disk_errors
 from shardproof.errors import fail
 from shardproof.export.manifest import ExportReceipt
@@ -60,12 +60,12 @@ def save_pretrained(
     adapter_only = stream.payload.adapter_only
     metas = stream.metadata()
     files = {ADAPTER_NAME: metas} if adapter_only else plan_files(metas, max_file_bytes)
-    nonce = exchange(secrets.token_hex(4))[0]
+    nonce = broadcast(secrets.token_hex(4))
     with _writing(folder):
         place = ModelFolder(Path(folder), adapter_only, nonce)
         companions = [] if adapter_only or policy.folder is None else _companions(policy.folder)
         place.check(policy.folder, {*files, *companions, *_described(files, adapter_only)})
-    partial = Path(exchange(str(place.partial))[0])
+    partial = Path(broadcast(str(place.partial)))
     try:
         with _writing(folder):
             if dist.get_rank() == 0:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from shardproof.digest import digest, digest_tiles
-from shardproof.dist.collectives import exchange, together
+from shardproof.dist.collectives import broadcast, together
 from shardproof.dist.deadline import deadline, mesh_groups
 from shardproof.dist.region import NotOurs, RegionAddress, create_region, map_region
 from shardproof.errors import fail
@@ -118,7 +118,7 @@ class SharedWeights:
                     )
                 self._descriptor, region = create_region(self._size)
                 made = region.to_json()
-        address = RegionAddress.from_json(exchange(made)[0])
+        address = RegionAddress.from_json(broadcast(made))
         with together("export"):
             try:
                 return address, map_region(address, writable=True)

@@ -28,6 +28,9 @@ from shardproof.weights.writer import TensorMeta
 BUCKET_BYTES = 64 * 2**20
 _DEADLINE_S = 600.0
 
+# (updates, digest) of each model's last payload, and gone with the model.
+_last_exports: weakref.WeakKeyDictionary[ShardedModel, tuple[int, str]] = weakref.WeakKeyDictionary()
+
 
 class WeightStream:
     """The policy's weights under the names, dtypes and shapes of its Hugging Face checkpoint.
@@ -193,11 +196,11 @@ class WeightStream:
         findings = []
         if self.digests:
             total = Manifest(0, tensors, digests).total
-            last = self.policy.last_export
+            last = _last_exports.get(self.policy)
             if last is not None and last[1] == total and self.policy.num_updates > last[0]:
                 message = f"version {version} has the same {len(tensors)} tensors as the last export, digest {total[:16]}."
                 findings.append(Finding("E405", "export", message))
-            self.policy.last_export = (self.policy.num_updates, total)
+            _last_exports[self.policy] = (self.policy.num_updates, total)
         num_bytes = sum(meta.nbytes for meta in tensors)
         return ExportReceipt(version, len(tensors), num_bytes, seconds, manifest, findings)
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 from shardproof.config.vllm import VllmSettings
-from shardproof.dist.collectives import exchange, together
+from shardproof.dist.collectives import broadcast, exchange, together
 from shardproof.dist.deadline import deadline, mesh_groups
 from shardproof.dist.region import ranks_apart
 from shardproof.errors import fail
@@ -127,13 +127,12 @@ class VllmEngine(BatchEngine):
         written = time.perf_counter() - started
         (expected,) = logprobs(self.policy, [self._tokens])
         scored = time.perf_counter() - started - written
-        outcome: list[Any] = [None, None]
-        with self._deadline(self._sync_deadline_s), together("sync"):
+        with self._deadline(self._sync_deadline_s), together("sync") as message:
             if self.delivery is not None:
                 delivered = Delivered(receipt.version, expected.tolist(), **payload)
                 proof = self.delivery.deliver(delivered, self.settings.sync_timeout_s)
-                outcome = [proof.gap, {"write": written, "canary/trainer": scored, **proof.seconds}]
-        gap, seconds = exchange(outcome)[0]
+                message.mine = [proof.gap, {"write": written, "canary/trainer": scored, **proof.seconds}]
+        gap, seconds = message.rows[0]
         self.proof = Proof(receipt.version, gap, seconds)
         self.version = receipt.version
         # The payload that was committed stays; the next one is written beside it.
@@ -158,7 +157,7 @@ class VllmEngine(BatchEngine):
 
     def _pack_adapter(self) -> tuple[ExportReceipt, dict[str, Any]]:
         """Write the adapter as a folder that vLLM loads. Collective: every rank."""
-        root = exchange(str(self._folder) if self._folder is not None else None)[0]
+        root = broadcast(str(self._folder) if self._folder is not None else None)
         folder = Path(root) / f"{_ADAPTER}{self.policy.version}"
         receipt = save_pretrained(self.policy, folder, self.policy.settings.compute_dtype, merge_lora=False)
         return receipt, {"adapter": str(folder)}
@@ -184,14 +183,13 @@ class VllmEngine(BatchEngine):
             )
         self._sender.source.stream = stream
         self._sender.send_weights()
-        gap: float | None = None
-        with self._deadline(limit), together("sync"):
+        with self._deadline(limit), together("sync") as message:
             if self.delivery is not None:
                 self.delivery.verify_canary(payload, Deadline(limit))
                 self.delivery.commit(payload, Deadline(limit))
-                gap = self.delivery.gap(payload)
+                message.mine = self.delivery.gap(payload)
         assert stream.receipt is not None
-        self.proof = Proof(self.policy.version, exchange(gap)[0], {})
+        self.proof = Proof(self.policy.version, message.rows[0], {})
         self.version = self.policy.version
         return stream.receipt
 
@@ -204,7 +202,7 @@ class VllmEngine(BatchEngine):
         with self._deadline(self._sync_deadline_s + self.settings.request_timeout_s), together("generate"):
             if self.delivery is not None:
                 written = self._sample(list(index), sampling)
-        found = dict(zip(index, exchange(written)[0], strict=True))
+        found = dict(zip(index, broadcast(written), strict=True))
         return [request.answered(*found[request.tokens, request.seed]) for request in requests]
 
     def _sample(self, asked: list[tuple[tuple[int, ...], int]], sampling: Sampling) -> list[list[Any]]:

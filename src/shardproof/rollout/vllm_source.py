@@ -12,7 +12,7 @@ from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
-from shardproof.dist.collectives import exchange
+from shardproof.dist.collectives import broadcast
 from shardproof.errors import fail
 from shardproof.export.stream import WeightStream
 from shardproof.rollout.vllm_client import Deadline, VllmClient
@@ -69,7 +69,7 @@ def make_sender(backend: str, source: StreamSource, client: SyncClient | None, n
     if backend == "nccl":
         from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
-        address, port = exchange(list(_rendezvous()))[0]
+        address, port = broadcast(list(_rendezvous()))
         info = NCCLTrainerInitInfo(address, port, world_size=1 + num_workers, rank=rank)
     else:
         from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo

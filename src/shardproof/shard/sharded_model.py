@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -70,9 +69,6 @@ class ShardedModel:
     num_updates: int = 0  # steps that changed something: the learning rate and the gradient were not zero
     offloaded: HostCopy | None = None  # the host copy of this rank's state while it is offloaded
     before_change_hooks: list[Callable[[], None]] = field(default_factory=list)  # what `before_change` calls
-    last_export: tuple[int, str] | None = None  # (version, digest) of the last payload
-    pending_save: Any = None  # a checkpoint that is being written beside training
-    checkpoint_group: Any = None  # the process group that checkpoints use
 
     @property
     def mesh(self) -> torch.distributed.device_mesh.DeviceMesh:
@@ -129,8 +125,6 @@ class ShardedModel:
         A save beside training waits there until it holds copies of its own. Otherwise the checkpoint of one version
         would hold some of the next, under valid checksums.
         """
-        if self.pending_save is not None:
-            self.pending_save.wait_until_staged()
         for hook in list(self.before_change_hooks):
             hook()
 
