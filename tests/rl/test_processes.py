@@ -35,7 +35,7 @@ def start(*arguments: str, module: tuple[str, ...] = ("-m", "shardproof")) -> su
 
 def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
     try:
-        output, _ = process.communicate(timeout=100)
+        output, _ = process.communicate(timeout=240)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         output, _ = process.communicate()
