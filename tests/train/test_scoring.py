@@ -77,7 +77,7 @@ def score_on_rank(folder, options, temperatures, chunk_elements=None):
             found.update(
                 {(temperature, i): pair for i, pair in zip(mine, zip(*scores, strict=True), strict=True)}
             )
-    return policy.scoring, found
+    return training_state(policy).scoring, found
 
 
 def assert_scores(ranks, expected):
@@ -361,7 +361,7 @@ def train_hybrid(folder, strategy):
     before = dict(zip(mine, sp.logprobs(policy, [SEQUENCES[i] for i in mine]), strict=True))
     optimizer = sp.make_optimizer(policy, lr=1e-2, eps=1e-3)
     results = [sp.train_step(policy, sp.Batch([SEQUENCES[i] for i in mine]), optimizer) for _ in range(3)]
-    return policy.scoring, before, results
+    return training_state(policy).scoring, before, results
 
 
 @pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2"])
