@@ -31,6 +31,8 @@ def group_is_initialised():
 
 def init_from_environment():
     dist.init_process_group("gloo")
+    # A rank that is done before the other has connected would close the connection that the other waits for.
+    dist.barrier()
     return dist.get_world_size()
 
 
