@@ -28,6 +28,25 @@ class Breaks:
         raise LookupError("no such page")
 
 
+class AnswersInParts:
+    def reply(self, row: Mapping[str, Any], turns: Sequence[str]) -> Any:
+        return ["1", "+"]
+
+
+class SaysNothing:
+    def reply(self, row: Mapping[str, Any], turns: Sequence[str]) -> str | None:
+        assert not turns[-1].endswith("</s>")
+        return ""
+
+
+class Scribbles:
+    """Writes into the row that it is given, and ends the conversation."""
+
+    def reply(self, row: Any, turns: Sequence[str]) -> str | None:
+        row["answer"] = "nothing that the policy says"
+        return None
+
+
 class Mute:
     """No environment."""
 
@@ -86,6 +105,19 @@ def test_an_environment_that_raises_ends_the_run_on_every_rank(tmp_path):
     outcomes = run_ranks_outcomes(2, run_recipe, recipe)
     assert outcomes[0] == outcomes[1] and outcomes[0][1] == "RolloutFault"
     assert "the environment failed: LookupError: no such page (test_environment.py:" in outcomes[0][2]
+
+
+@pytest.mark.fault
+def test_a_reply_that_is_no_text_is_refused_and_rows_stay_as_they_were(tmp_path):
+    recipe = small_recipe(tmp_path, *ONE_STEP, f"environment.name={HERE}:AnswersInParts")
+    (outcome,) = run_ranks_outcomes(1, run_recipe, recipe)
+    assert "the environment failed: TypeError: the reply is list, expected str or None" in outcome[2]
+    means = []
+    for number, name in enumerate(("SaysNothing", "Scribbles")):
+        settings = [*ONE_STEP, "train.prompts_per_step=24", f"environment.name={HERE}:{name}"]
+        ((metrics, _, _),) = run_ranks(1, run_and_keep, small_recipe(tmp_path / str(number), *settings))
+        means.append(metrics["reward/mean"])
+    assert means[0] == means[1] > 0, "rewards read the row as it was"
 
 
 @pytest.mark.fault

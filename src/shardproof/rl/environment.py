@@ -6,6 +6,7 @@ Earlier tokens are never produced again from text: each turn is appended to the 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -15,6 +16,7 @@ from shardproof.config.schema import Environment as EnvironmentSettings
 from shardproof.dist.collectives import exchange, raise_together
 from shardproof.errors import fail
 from shardproof.findings import Finding
+from shardproof.rl.templates import panics_as_errors
 from shardproof.rollout.engine import Engine, Request, Sampling, answers
 from shardproof.rollout.trajectory import Segment, Trajectory
 from shardproof.user_code import describe_error, import_named
@@ -24,7 +26,10 @@ class Environment(Protocol):
     """Answers the policy. It is made once per rank, and asked from one thread."""
 
     def reply(self, row: Mapping[str, Any], turns: Sequence[str]) -> str | None:
-        """The answer to the last of the policy's turns in a conversation about a data row; None: it is over."""
+        """The answer to the last of the policy's turns in a conversation about a data row; None: it is over.
+
+        `row` is a copy. Turns are without the token that ended them, as completions are for rewards.
+        """
         ...
 
 
@@ -92,13 +97,18 @@ class Conversation:
         self, row: Mapping[str, Any], trajectory: Trajectory, problems: list[Finding]
     ) -> Segment | None:
         """The environment's answer as tokens; None where the conversation is over, or the environment raised."""
-        texts = [self.tokenizer.decode(s.tokens, skip_special_tokens=True) for s in trajectory.sampled]
         try:
-            answer = self.environment.reply(row, texts)
-            if answer is None:
-                return None
-            tokens = self.tokenizer.encode(answer, add_special_tokens=False)
-        except Exception as error:  # the user's code
+            with panics_as_errors():
+                said = [s.tokens[:-1] for s in trajectory.sampled]
+                turns = [self.tokenizer.decode(tokens, skip_special_tokens=True) for tokens in said]
+                # A copy: rewards read the row as well, and so do later conversations about it.
+                answer = self.environment.reply(deepcopy(row), turns)
+                if answer is None:
+                    return None
+                if not isinstance(answer, str):
+                    raise TypeError(f"the reply is {type(answer).__name__}, expected str or None")
+                tokens = self.tokenizer.encode(answer, add_special_tokens=False)
+        except (Exception, SystemExit) as error:  # the user's code
             message = f"the environment failed: {describe_error(error)}"
             problems.append(Finding("R500", "rollout", message, rank=dist.get_rank()))
             return None
