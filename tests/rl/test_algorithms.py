@@ -32,6 +32,14 @@ def loss_for(top_p=1.0, **settings):
     return make_algorithm(Algorithm(**settings), Rollout(top_p=top_p)).loss
 
 
+def test_the_longest_turn_decides_on_the_overlong_penalty():
+    algorithm = make_algorithm(Algorithm(name="dapo", overlong_from=4), Rollout(max_new_tokens=8))
+    turns = [Segment(tuple(range(n)), "policy", (0.0,) * n, 0, trained=True) for n in (3, 6, 4)]
+    asked = Segment((1,) * 20, "environment")
+    for segments, penalty in ((turns[:1], 0.0), ((turns[0], asked, turns[2]), 0.0), (turns, -0.5)):
+        assert algorithm.penalty(Trajectory(tuple(segments))) == penalty
+
+
 # The KL.
 
 

@@ -65,11 +65,12 @@ class Algorithm:
         return self.spec.samples and not other_terms
 
     def penalty(self, trajectory: Trajectory) -> float:
-        """What is added to the trajectory's reward: 0, or less for one that is too long."""
+        """What is added to the trajectory's reward: 0, or less for one with a turn that is too long."""
         start = self.settings.overlong_from
         if start is None:
             return 0.0
-        return overlong_penalty(trajectory.num_sampled, start, self.rollout.max_new_tokens)
+        longest = max((len(segment.tokens) for segment in trajectory.sampled), default=0)
+        return overlong_penalty(longest, start, self.rollout.max_new_tokens)
 
     def weigh(self, batch: Batch, num_sequences: float, share: int) -> Batch:
         """The batch with a column `weights`; `num_sequences` count over all ranks, of which `share` hold each.
