@@ -42,6 +42,7 @@ def test_every_recipe_resolves(recipe):
         ("algorithm.name=grpoo", "Did you mean 'grpo'?"),
         ("algorithm.options.scale=2", "options are for an algorithm of yours"),
         ("rollout.engine=embeddedd", "Did you mean 'embedded'?"),
+        ("environment.name=second_try", "'second_try' is not of the form module:name"),
         ("rollout.group_size=1", "needs at least 2"),
         ("critic.lr=0.1", "grpo has no critic"),
         ("reference.cpu_offload=true", "without algorithm.kl_coef no KL is taken"),

@@ -181,6 +181,13 @@ class Environment(Section):
     name: str  # module:name of a class whose objects have reply(row, turns): docs/extending.md
     max_turns: Annotated[int, Field(gt=0, le=1024)] = 4  # of the policy, in one conversation
 
+    @field_validator("name")
+    @classmethod
+    def _is_users(cls, name: str) -> str:
+        if not is_user_name(name):
+            raise ValueError(f"{name!r} is not of the form module:name")
+        return name
+
 
 class Data(Section):
     """Prompts."""
