@@ -46,6 +46,7 @@ SMALL_USES = {
 DOCUMENTED = {"_asdict", "_current_frames", "_exit", "_fields", "_make", "_replace"}
 # Words that only we would use; the field says "per token", "per rank", "resume", "stacks".
 IDIOM = (
+    "the roll",
     "one a token",
     "one a prediction",
     "one a sequence",
