@@ -10,6 +10,7 @@ from itertools import groupby
 import torch
 
 from shardproof.dist.collectives import exchange
+from shardproof.errors import fail
 from shardproof.rl.algorithms.base import Algorithm
 from shardproof.rl.batches import make_batch
 from shardproof.rl.data import Prompt, PromptStream, Share
@@ -108,7 +109,14 @@ def collect(
         batch = scorers.scored(make_batch(trajectories), algorithm.columns)
     metrics, errors = _measure(seen, share)
     metrics |= {"prompts/kept": len(order) / num_seen, "time/reward": waited_s}
-    return Experience(trajectories, algorithm.advantages(batch, trajectories), metrics, errors, order)
+    batch = algorithm.advantages(batch, trajectories)
+    if not isinstance(batch, Batch) or "advantages" not in batch.columns:
+        found = f"columns {', '.join(batch.columns)}" if isinstance(batch, Batch) else type(batch).__name__
+        message = (
+            f"{type(algorithm).__name__}.advantages returned {found}; expected the batch with 'advantages'."
+        )
+        raise fail("C001", "rollout", message, fix="see docs/extending.md#an-algorithm")
+    return Experience(trajectories, batch, metrics, errors, order)
 
 
 def in_groups(trajectories: Iterable[Trajectory]) -> list[list[Trajectory]]:

@@ -9,6 +9,7 @@ import torch
 from shardproof.bounds import largest, within
 from shardproof.dist.collectives import exchange
 from shardproof.errors import fail
+from shardproof.export.manifest import ExportReceipt
 from shardproof.export.stream import WeightStream
 from shardproof.findings import Finding
 from shardproof.rollout.engine import Engine, Request, Sampling, generate
@@ -27,6 +28,9 @@ def hand_over(
     """
     started = time.perf_counter()
     receipt = engine.load_weights(weights)
+    if not isinstance(receipt, ExportReceipt):
+        message = f"the engine's load_weights returned {type(receipt).__name__}, not the stream's receipt."
+        raise fail("R500", "sync", message, fix="see docs/extending.md#an-engine")
     synced = time.perf_counter()
     gap = engine.canary_gap
     if gap is None:

@@ -101,9 +101,22 @@ def answers(
     if engine.busy:
         fix = "poll it until it is not busy"
         raise fail("R501", "generate", "the engine still has other requests to answer.", fix=fix)
-    indices = {ticket: index for index, ticket in enumerate(engine.submit(requests, sampling))}
+    tickets = engine.submit(requests, sampling)
+    _require(len(tickets) == len(requests), f"gave {len(tickets)} tickets for {len(requests)} requests")
+    waiting = {ticket: index for index, ticket in enumerate(tickets)}
     while engine.busy:
-        yield [(indices[ticket], trajectory) for ticket, trajectory in engine.poll()]
+        ready = engine.poll()
+        for ticket, found in ready:
+            _require(ticket in waiting, f"answered ticket {ticket!r}, which nothing waits for")
+            _require(isinstance(found, Trajectory), f"answered a {type(found).__name__}, not a Trajectory")
+        yield [(waiting.pop(ticket), trajectory) for ticket, trajectory in ready]
+    _require(not waiting, f"is not busy, but {len(waiting)} of {len(requests)} requests have no answer")
+
+
+def _require(is_kept: bool, breach: str) -> None:
+    """Raise if an engine, which may be a user's, does not do what `Engine` promises."""
+    if not is_kept:
+        raise fail("R500", "generate", f"the engine {breach}.", fix="see docs/extending.md#an-engine")
 
 
 def generate(engine: Engine, requests: Sequence[Request], sampling: Sampling) -> list[Trajectory]:

@@ -58,7 +58,13 @@ class BatchEngine(ABC):
             return []
         tickets, requests, sampling = self._batches.popleft()
         try:
-            return list(zip(tickets, self.complete(requests, sampling), strict=True))
+            found = self.complete(requests, sampling)
+            if len(found) != len(requests):
+                message = f"complete() answered {len(found)} of {len(requests)} requests."
+                raise fail(
+                    "R500", "generate", message, fix="return one trajectory per request, in their order"
+                )
+            return list(zip(tickets, found, strict=True))
         except BaseException:
             self._batches.clear()
             raise

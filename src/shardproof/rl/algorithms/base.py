@@ -36,7 +36,7 @@ class Algorithm:
         `trajectories` are this rank's, in the order of the batch's sequences; those of one group are on one rank and
         follow each other. Collective: every rank.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no advantages(batch, trajectories)")
 
     @property
     def columns(self) -> frozenset[str]:

@@ -9,6 +9,8 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from shardproof.config.algorithms import SPECS
+from shardproof.dist.collectives import together
+from shardproof.errors import fail
 from shardproof.rl.advantages import group_centred, group_normalised, leave_one_out
 from shardproof.rl.algorithms.base import Algorithm, without_failed
 from shardproof.rollout.trajectory import Trajectory, reward_of
@@ -24,8 +26,12 @@ class GroupAlgorithm(Algorithm):
 
     def advantages(self, batch: Batch, trajectories: Sequence[Trajectory]) -> Batch:
         batch = without_failed(batch, trajectories)
-        if not trajectories:
-            return batch.with_column("advantages", [])
+        with together("rollout"):
+            rows = self._compared(batch, trajectories) if trajectories else []
+        return batch.with_column("advantages", rows)
+
+    def _compared(self, batch: Batch, trajectories: Sequence[Trajectory]) -> list[torch.Tensor]:
+        """The advantages of each sequence's tokens."""
         sequence = batch.sequence_indices()
         token_rewards = torch.cat(self.token_rewards(batch, trajectories))
         totals = torch.zeros(len(batch)).index_add(0, sequence, token_rewards)
@@ -36,8 +42,13 @@ class GroupAlgorithm(Algorithm):
             pad_sequence(row.split(sizes), batch_first=True)
             for row in (totals, counted, torch.ones_like(counted))
         )
-        each = self.compare(rewards_PG, counted_PG)[present_PG]
-        return batch.with_column("advantages", batch.rows(each[sequence] * batch.flat("mask")))
+        advantages_PG = self.compare(rewards_PG, counted_PG)
+        if advantages_PG.shape != rewards_PG.shape:
+            shapes = f"{tuple(advantages_PG.shape)} for rewards of shape {tuple(rewards_PG.shape)}"
+            message = f"{type(self).__name__}.compare returned advantages of shape {shapes}."
+            raise fail("C001", "rollout", message, fix="return one advantage per completion")
+        each = advantages_PG[present_PG]
+        return batch.rows(each[sequence] * batch.flat("mask"))
 
 
 class GRPO(GroupAlgorithm):
