@@ -60,6 +60,11 @@ def test_a_setting_that_cannot_be_is_named(override, message):
     assert caught.value.code == "C001" and message in str(caught.value)
 
 
+def test_an_optimizers_options_do_not_hide_keys_of_the_section():
+    with pytest.raises(ConfigError, match=r"options\.lr: set optimizer\.lr instead"):
+        load_recipe(TINY, ["optimizer.name=torch.optim:SGD", "optimizer.options={lr=0.5}"])
+
+
 def test_none_switches_off_what_may_be_off():
     recipe = load_recipe(
         TINY, ["data.answer_column=none", "algorithm.tis_cap=none", "data.prompt_column=none"]

@@ -34,6 +34,7 @@ DtypeName = Literal["float32", "bfloat16", "float16"]
 StrategyName = Literal["fsdp2", "fsdp1"]
 ENGINES = ("embedded", "sharded", "vllm")
 OPTIMIZERS = ("adamw", "muon")
+_OPTIMIZER_KEYS = ("name", "lr", "weight_decay", "betas")  # that every optimizer is given
 
 
 def keys_of(kind: type) -> dict[str, Any]:
@@ -231,14 +232,16 @@ class Optimizer(Section):
             raise ValueError(f"momentum is for name='muon', not for {self.name!r}")
         if self.options and is_ours:
             raise ValueError(f"options are for an optimizer of yours, module:name, not for {self.name!r}")
+        taken = sorted(self.options.keys() & set(_OPTIMIZER_KEYS))
+        if taken:
+            raise ValueError(f"options.{taken[0]}: set optimizer.{taken[0]} instead")
         return self
 
     @property
     def arguments(self) -> dict[str, Any]:
         """What `make_optimizer` takes by keyword."""
         momentum = {} if self.momentum is None else {"momentum": self.momentum}
-        chosen = {key: getattr(self, key) for key in ("name", "lr", "weight_decay", "betas")}
-        return self.options | momentum | chosen
+        return self.options | momentum | {key: getattr(self, key) for key in _OPTIMIZER_KEYS}
 
 
 class Train(Section):
