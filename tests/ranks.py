@@ -49,6 +49,8 @@ PRELOAD = [
     "shardproof.rl.loop",
 ]
 
+MAX_KEPT = 8  # workers that outlive a call; only one test asks for more
+
 Outcome = tuple[Any, ...]  # ("ok", value) | ("error", type name, message) | ("died", exit code)
 
 
@@ -214,11 +216,15 @@ class _Pool:
             with tempfile.TemporaryDirectory(dir=self.folder) as folder:
                 for rank, worker in enumerate(workers):
                     worker.send(Call(rank, num_ranks, fn, args, folder, port, backend, group_timeout))
-                return self._collect(workers, time.monotonic() + timeout)
+                replies = self._collect(workers, time.monotonic() + timeout)
         except BaseException:
             # A worker still busy with this call would answer the next one with this one's result.
             self.close()
             raise
+        for worker in self.workers[MAX_KEPT:]:
+            worker.end()
+        del self.workers[MAX_KEPT:]
+        return replies
 
     def close(self) -> None:
         for worker in self.workers:
