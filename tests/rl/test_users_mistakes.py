@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from shardproof.config.algorithms import AlgorithmSpec
 from shardproof.errors import ShardproofError
 from shardproof.rl.algorithms.base import Algorithm
 from shardproof.rl.algorithms.grouped import GRPO
@@ -48,6 +49,19 @@ class FailsOnRankOne(GRPO):
         return super().compare(rewards_PG, counted_PG)
 
 
+class MisspeltSurrogate(GRPO):
+    surrogate = "clippd"
+
+
+class CriticWithoutLoss(GRPO):
+    spec = AlgorithmSpec(has_critic=True)
+
+
+class NeedsAnArgument:
+    def __init__(self, page: str):
+        self.page = page
+
+
 class Embedded(EmbeddedEngine):
     def __init__(self, policy: Any, rollout: Any):
         super().__init__(policy, rollout.batch_size)
@@ -82,6 +96,31 @@ def test_a_broken_promise_is_named_on_every_rank(tmp_path, setting, said):
     outcomes = run_ranks_outcomes(2, run_recipe, small_recipe(tmp_path, *ONE_STEP, setting.format(HERE)))
     assert outcomes[0][0] == "error" and said in outcomes[0][2]
     assert outcomes[1] == outcomes[0]
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        (
+            "algorithm.name={}:MisspeltSurrogate",
+            "surrogate='clippd' is not one of clipped, sequence, detached",
+        ),
+        ("algorithm.name={}:CriticWithoutLoss", "value_loss is a NoneType; expected a shardproof.Loss"),
+        (
+            "environment.name={}:NeedsAnArgument",
+            "cannot be made: TypeError: NeedsAnArgument.__init__() missing",
+        ),
+    ],
+)
+def test_what_cannot_be_made_is_named_before_a_model_is_loaded(tmp_path, setting, said):
+    (outcome,) = run_ranks_outcomes(1, run_without_models, small_recipe(tmp_path, setting.format(HERE)))
+    assert outcome[1] == "ConfigError" and said in outcome[2]
+
+
+def run_without_models(recipe: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("shardproof.rl.setup._load_role", lambda *given: pytest.fail("a model was loaded"))
+        run_recipe(recipe)
 
 
 class Scripted:

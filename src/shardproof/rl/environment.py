@@ -39,7 +39,12 @@ def make_conversation(
     """The conversation that a recipe asks for: `environment.name` stands for a class, or a function, that makes one."""
     if settings is None:
         return None
-    environment = import_named("environment", settings.name)()
+    make = import_named("environment", settings.name)
+    try:
+        environment = make()
+    except (Exception, SystemExit) as error:  # the user's code
+        message = f"environment {settings.name!r} cannot be made: {describe_error(error)}"
+        raise fail("C001", "rollout", message, fix="let it be made without arguments") from error
     if not callable(getattr(environment, "reply", None)):
         message = f"environment {settings.name!r} makes {type(environment).__name__}, which has no reply(row, turns)."
         raise fail("C001", "rollout", message, fix="see docs/extending.md for what an environment is")

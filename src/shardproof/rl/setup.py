@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,9 +22,9 @@ from shardproof.model.families import max_positions
 from shardproof.rl.agreement import agree_on
 from shardproof.rl.algorithms.base import Algorithm
 from shardproof.rl.algorithms.registry import make_algorithm
-from shardproof.rl.checks import Inputs, check_inputs, make_lora
+from shardproof.rl.checks import check_inputs, make_lora
 from shardproof.rl.data import Prompt, PromptStream, Share
-from shardproof.rl.environment import make_conversation
+from shardproof.rl.environment import Conversation, make_conversation
 from shardproof.rl.experience import Scorers
 from shardproof.rl.rewards import RewardRunner, RewardSpec
 from shardproof.rl.rollouts import Sampler
@@ -61,6 +62,7 @@ def set_up(recipe: Recipe) -> Run:
     with together("data"):
         inputs = check_inputs(recipe)
         algorithm = make_algorithm(recipe.algorithm, recipe.rollout)
+        conversation = make_conversation(recipe.environment, inputs.tokenizer, max_positions(inputs.config))
     agree_on(recipe, inputs)
     policy = _load_role(recipe, None, "policy", inputs.config)
     needs_reference = "ref_logps" in algorithm.columns and recipe.model.lora is None
@@ -91,7 +93,7 @@ def set_up(recipe: Recipe) -> Run:
             rollout.temperature,
             recipe.train.micro_batch_tokens,
         ),
-        sampler=_make_sampler(recipe, inputs, engine, trainer),
+        sampler=_make_sampler(recipe, inputs.tokenizer, conversation, engine, trainer),
         weights=WeightStream(policy, policy.settings.compute_dtype),
         prompts=inputs.prompts,
         held_out=inputs.held_out,
@@ -101,7 +103,9 @@ def set_up(recipe: Recipe) -> Run:
     )
 
 
-def _make_sampler(recipe: Recipe, inputs: Inputs, engine: Engine, policy: Trainer) -> Sampler:
+def _make_sampler(
+    recipe: Recipe, tokenizer: Any, conversation: Conversation | None, engine: Engine, policy: Trainer
+) -> Sampler:
     """What samples, with the rewards' workers on every rank, or on none: what one rank cannot start, all of them raise.
 
     Collective: every rank.
@@ -110,9 +114,6 @@ def _make_sampler(recipe: Recipe, inputs: Inputs, engine: Engine, policy: Traine
     try:
         with together("reward"):
             rewards = _make_rewards(recipe.reward)
-            conversation = make_conversation(
-                recipe.environment, inputs.tokenizer, max_positions(inputs.config)
-            )
     except BaseException:
         if rewards is not None:
             rewards.close()
@@ -121,7 +122,7 @@ def _make_sampler(recipe: Recipe, inputs: Inputs, engine: Engine, policy: Traine
     lending = partial(_lending, policy) if recipe.rollout.offload_policy else nullcontext
     return Sampler(
         engine,
-        inputs.tokenizer,
+        tokenizer,
         rewards,
         policy.model,
         recipe.train.seed,

@@ -10,6 +10,7 @@ from shardproof.rl.algorithms.base import Algorithm
 from shardproof.rl.algorithms.grouped import CISPO, DAPO, GRPO, GSPO, RLOO, DrGRPO
 from shardproof.rl.algorithms.returns import PPO, ReinforcePP
 from shardproof.rl.algorithms.sft import SFT
+from shardproof.train.loss import Loss
 from shardproof.user_code import import_named
 
 ALGORITHMS: dict[str, type[Algorithm]] = {
@@ -38,12 +39,21 @@ def find_algorithm(name: str) -> type[Algorithm]:
 
 
 def make_algorithm(settings: Settings, rollout: Rollout) -> Algorithm:
-    """The algorithm that a recipe names, with its settings."""
-    return find_algorithm(settings.name)(settings, rollout)
+    """The algorithm that a recipe names, with its settings. Raises if its losses are not what they should be."""
+    algorithm = find_algorithm(settings.name)(settings, rollout)
+    losses: dict[str, Loss | None] = {"loss": algorithm.loss}
+    if algorithm.spec.has_critic:
+        losses["value_loss"] = algorithm.value_loss
+    for name, found in losses.items():
+        if not isinstance(found, Loss):
+            message = f"algorithm {settings.name!r}: {name} is a {type(found).__name__}; expected a shardproof.Loss."
+            raise fail("C001", "algorithm", message, fix="see docs/extending.md#an-algorithm")
+    return algorithm
 
 
 def check_algorithm(recipe: Recipe) -> None:
-    """Raise if the recipe's algorithm cannot be imported, or the recipe does not fit it."""
+    """Raise if the recipe's algorithm cannot be imported or made, or the recipe does not fit it."""
     problem = spec_problem(recipe, find_algorithm(recipe.algorithm.name).spec)
     if problem is not None:
         raise fail("C001", "recipe", f"{problem}.", fix="repair these keys")
+    make_algorithm(recipe.algorithm, recipe.rollout)
