@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from shardproof.dist.collectives import exchange, together
+from shardproof.dist.collectives import together
 from shardproof.errors import fail
 from shardproof.rl.rewards import PendingRewards
 from shardproof.rollout.trajectory import Reward
@@ -25,9 +25,10 @@ def result_together(pending: PendingRewards) -> list[Reward]:
 
     Collective: every rank.
     """
-    with together("reward"):
+    with together("reward") as message:
         scored = pending.result()
-    rows = exchange([len(scored), sum(one.failed for one in scored), _first_of_each_kind(scored)])
+        message.mine = [len(scored), sum(one.failed for one in scored), _first_of_each_kind(scored)]
+    rows = message.rows
     kinds: dict[str, tuple[int, str, str]] = {}
     for rank, (_, _, found) in enumerate(rows):
         for kind, (name, error) in found.items():

@@ -43,12 +43,14 @@ def update(
     updates = []
     for part in mini_batches(experience, num_updates):
         counted = sum(bool(mask.any()) for mask in part.masks())
-        num_sequences = sum(exchange(counted)) / share
+        moving = _moving(part) if algorithm.skips_zero_advantages else []
+        rows = exchange([counted, len(moving)])
+        num_sequences = sum(row[0] for row in rows) / share
         if not num_sequences:
             continue
         batch = algorithm.weigh(part, num_sequences, share)
-        if algorithm.skips_zero_advantages:
-            batch = _moving(batch)
+        if any(row[1] for row in rows):
+            batch = batch.select(moving)
         stepped = policy.step(
             batch, loss=algorithm.loss, temperature=temperature, router_coef=router_coef, **options
         )
@@ -76,14 +78,13 @@ def mini_batches(experience: Experience, num: int) -> list[Batch]:
     ]
 
 
-def _moving(batch: Batch) -> Batch:
-    """The batch without sequences that cannot move the policy: those of groups whose rewards are all equal.
+def _moving(batch: Batch) -> list[int]:
+    """The sequences that can move the policy: not those of groups whose rewards are all equal.
 
-    Their gradient is zero, so the update is the same and cheaper; weights are those of the whole batch. Where no
-    sequence would be left, nothing is dropped. Collective: every rank.
+    The gradient of the others is zero, so the update is the same without them, and cheaper; weights are those of the
+    whole batch. Where no rank has any, nothing is left out.
     """
-    moving = [i for i, row in enumerate(batch.columns["advantages"]) if bool(row.any())]
-    return batch.select(moving) if any(exchange(len(moving))) else batch
+    return [i for i, row in enumerate(batch.columns["advantages"]) if bool(row.any())]
 
 
 def step_metrics(algorithm: Algorithm, updates: Sequence[Update]) -> dict[str, float]:
