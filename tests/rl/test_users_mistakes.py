@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from shardproof.config.algorithms import AlgorithmSpec
@@ -57,6 +58,22 @@ class CriticWithoutLoss(GRPO):
     spec = AlgorithmSpec(has_critic=True)
 
 
+class WantsValues(GRPO):
+    columns = frozenset({"old_logps", "values"})
+
+
+class PenaltyOfText(GRPO):
+    def penalty(self, trajectory: Any) -> Any:
+        return "much"
+
+
+class RefusesOnRankOne(torch.optim.SGD):
+    def __init__(self, groups: Any, lr: float):
+        if dist.get_rank() == 1:
+            raise LookupError("here alone")
+        super().__init__(groups, lr=lr)
+
+
 class NeedsAnArgument:
     def __init__(self, page: str):
         self.page = page
@@ -88,6 +105,8 @@ class KeepsTheReceipt(Embedded):
         ("algorithm.name={}:NotWritten", "NotWritten has no advantages(batch, trajectories)"),
         ("algorithm.name={}:OnePerPrompt", "OnePerPrompt.compare returned advantages of shape (3, 1) for"),
         ("algorithm.name={}:FailsOnRankOne", "rank 1: LookupError: here alone"),
+        ("algorithm.name={}:PenaltyOfText", "penalty='much'"),
+        ("optimizer.name={}:RefusesOnRankOne", "cannot be made: LookupError: here alone"),
         ("rollout.engine={}:AnswersTooFew", "complete() answered 0 of 1 requests"),
         ("rollout.engine={}:KeepsTheReceipt", "load_weights returned NoneType, not the stream's receipt"),
     ],

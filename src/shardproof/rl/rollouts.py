@@ -11,6 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from shardproof.bounds import require_number
 from shardproof.dist.collectives import raise_together
 from shardproof.findings import Finding
 from shardproof.rl.algorithms.base import Algorithm
@@ -137,5 +138,6 @@ def await_rewards(
     rewarded = []
     for trajectory, reward in zip(trajectories, rewards, strict=True):
         penalty = algorithm.penalty(trajectory) if algorithm is not None else 0.0
+        require_number("rollout", "penalty", penalty)
         rewarded.append(replace(trajectory, reward=replace(reward, penalty=penalty)))
     return rewarded, waited_s

@@ -202,7 +202,9 @@ def _load_role(recipe: Recipe, section: Role | None, role: str, config: Pretrain
 
 def _trainer(recipe: Recipe, model: ShardedModel, lr: float | None) -> Trainer:
     settings = recipe.optimizer
-    optimizer = make_optimizer(model, **(settings.arguments | ({} if lr is None else {"lr": lr})))
+    # A user's may fail on one rank alone; making it issues no collectives.
+    with together("settings") if is_user_name(settings.name) else nullcontext():
+        optimizer = make_optimizer(model, **(settings.arguments | ({} if lr is None else {"lr": lr})))
     total = recipe.train.steps * recipe.algorithm.updates_per_batch
     schedule = make_schedule(optimizer, settings.schedule, settings.warmup_steps, total, settings.final_ratio)
     return Trainer(model, optimizer, schedule)

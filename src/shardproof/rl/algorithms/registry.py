@@ -48,6 +48,11 @@ def make_algorithm(settings: Settings, rollout: Rollout) -> Algorithm:
         if not isinstance(found, Loss):
             message = f"algorithm {settings.name!r}: {name} is a {type(found).__name__}; expected a shardproof.Loss."
             raise fail("C001", "algorithm", message, fix="see docs/extending.md#an-algorithm")
+    known = {"ref_logps", "old_logps"} | ({"values"} if algorithm.spec.has_critic else set())
+    unknown = sorted(algorithm.columns - known)
+    if unknown:
+        message = f"algorithm {settings.name!r}: nothing can score the column {unknown[0]!r}."
+        raise fail("C001", "algorithm", message, fix=f"use {', '.join(sorted(known))}")
     return algorithm
 
 
