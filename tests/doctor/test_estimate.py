@@ -39,6 +39,10 @@ def settle():
     ctypes.CDLL(None).malloc_trim(0)
 
 
+# Peaks of host memory are sampled, and on a busy machine a sample may come too late: the largest of several counts.
+MAX_MEASUREMENTS = 5
+
+
 def measure(family, sizes, strategy, dtype, num_tokens):
     """Bytes by which this rank's memory rises: in a load, until a second step has peaked, and in an export."""
     libc = ctypes.CDLL(None)
@@ -93,11 +97,18 @@ def test_estimates_are_what_a_run_measures(family, sizes, strategy, dtype, num_t
         shape_of(AutoConfig.for_model(family, **sizes), layout, "policy"), layout, 2, num_tokens
     )
     assert expected.counted
-    replies = run_ranks(2, measure, family, sizes, strategy, getattr(torch, DTYPES[dtype]), num_tokens)
-    for name in ("parameters", "optimizer", "load_peak", "step_peak", "export"):
-        measured = max(reply[name] for reply in replies)
-        tolerance = ROUGH.get((family, name), TOLERANCE)
-        assert getattr(expected, name) == pytest.approx(measured, rel=tolerance), name
+    measured = dict.fromkeys(("parameters", "optimizer", "load_peak", "step_peak", "export"), 0)
+    for _ in range(MAX_MEASUREMENTS):
+        replies = run_ranks(2, measure, family, sizes, strategy, getattr(torch, DTYPES[dtype]), num_tokens)
+        measured = {name: max(before, *(r[name] for r in replies)) for name, before in measured.items()}
+        wrong = {
+            name: (getattr(expected, name), found)
+            for name, found in measured.items()
+            if getattr(expected, name) != pytest.approx(found, rel=ROUGH.get((family, name), TOLERANCE))
+        }
+        if not wrong:
+            break
+    assert wrong == {}, "(estimated, measured)"
 
 
 def test_what_is_sharded_shrinks_with_the_ranks_and_the_rest_does_not():

@@ -120,8 +120,10 @@ class PendingRewards(contextlib.AbstractContextManager["PendingRewards"]):
         calls = [(i, name, s) for i, s in enumerate(samples, first) for name in self._runner.outside]
         if not calls or self._failure is not None:
             return
-        self._queue.extend(calls)
         try:
+            if self._thread is None:
+                self._start()  # while there is no work yet: no reward can interrupt the start
+            self._queue.extend(calls)
             self._wake()
         except (OSError, RuntimeError) as error:  # no file or thread is left to be had
             self._failure = error
@@ -142,19 +144,22 @@ class PendingRewards(contextlib.AbstractContextManager["PendingRewards"]):
         self._cancelled = True
         self._join()
 
+    def _start(self) -> None:
+        self._wake_end, self._wake_start = Pipe(duplex=False)
+        # Known before it runs: an interrupt may come at any time from then on, and it must be ended then too.
+        self._thread = threading.Thread(target=self._work, name="shardproof rewards", daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            # An interrupt in the middle of a start can come out as an error of the start's lock; the thread runs then.
+            if isinstance(error.__context__, KeyboardInterrupt):
+                raise error.__context__ from None
+            self._thread = None
+            raise
+
     def _wake(self) -> None:
-        """Wake the thread, which waits for this connection beside its workers'; the first time, start it."""
-        if self._thread is None:
-            self._wake_end, self._wake_start = Pipe(duplex=False)
+        """Wake the thread, which waits for this connection beside its workers'."""
         self._wake_start.send_bytes(b"!")
-        if self._thread is None:
-            # Known before it runs: an interrupt may come at any time from then on, and it must be ended then too.
-            self._thread = threading.Thread(target=self._work, name="shardproof rewards", daemon=True)
-            try:
-                self._thread.start()
-            except RuntimeError:
-                self._thread = None
-                raise
 
     def _join(self) -> None:
         if self._thread is not None:
