@@ -78,7 +78,8 @@ test-core: $(STAMP)
 
 # What is made of them: whole runs, the doctor, and the museum of other people's bugs.
 test-runs: $(STAMP) browser
-	$(PYTEST) $(RUNS)
+	$(PYTEST) -m 'not alone' $(RUNS)
+	$(BIN)/python -m pytest -q -m alone tests/doctor $(PYTEST_ARGS)
 
 test-vllm: $(VLLM_STAMP)
 	$(PYTEST) -n 2 tests/rollout/vllm
