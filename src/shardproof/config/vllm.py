@@ -10,27 +10,47 @@ from shardproof.config.numbers import Count, Port, Processes, Seconds, Share, To
 
 @dataclass(frozen=True)
 class VllmSettings:
-    """How vLLM runs and how long anybody waits for it. docs/vllm.md explains each setting."""
+    """How vLLM runs, and how long to wait for it. docs/vllm.md explains how the parts work together."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid", "allow_inf_nan": False}
 
-    # "colocated": a child of rank 0 on a Unix socket; "server": over HTTP
     mode: Literal["colocated", "server"] = "colocated"
-    url: str | None = None  # of a server that is already running; None: the run starts one
-    host: str = "127.0.0.1"  # what a server that the run starts binds
+    """`"colocated"`: a child process of rank 0 that listens on a Unix socket. `"server"`: a server reached
+    over HTTP."""
+    url: str | None = None
+    """Address of a server that is already running, `http://...` or `unix:/path`. By default the run starts
+    one."""
+    host: str = "127.0.0.1"
+    """Address that a server started by the run listens on."""
     port: Port = 0
-    allow_remote: bool = False  # bind or use an address that other machines reach
-    transport: Literal["shared", "nccl", "ipc"] = (
-        "shared"  # memory; vLLM's own, the other two, are experimental
-    )
-    lora: Literal["merge", "adapter"] = "merge"  # "merge": into the weights; "adapter": beside the base
-    enforce_eager: bool | None = None  # None: eager on CPU, where compiling costs more than it gives
+    """Port that a server started by the run listens on. 0: a free one."""
+    allow_remote: bool = False
+    """Allow an address that other machines can reach. vLLM's weight routes ask for no password: use it on
+    trusted networks only."""
+    transport: Literal["shared", "nccl", "ipc"] = "shared"
+    """How weights travel to the server. `"shared"`: shared memory on one machine. vLLM's own `"nccl"` and
+    `"ipc"` are experimental."""
+    lora: Literal["merge", "adapter"] = "merge"
+    """How LoRA is served: adapters merged into the weights, or loaded beside the base model."""
+    enforce_eager: bool | None = None
+    """Run vLLM without compilation. By default on for CPUs, where compiling takes longer than it saves."""
     max_model_len: Tokens | None = None
+    """Longest prompt plus completion that vLLM accepts, in tokens. By default vLLM decides; lower it to save
+    KV cache."""
     tensor_parallel_size: Processes = 1
-    gpu_memory_utilization: Share = 0.4  # the trainer has the rest
-    kv_cache_gib: Count = 1  # on CPU
-    args: list[str] = field(default_factory=list)  # further arguments of `vllm serve`
-    log: str | None = None  # where a started server writes; None: a file that is deleted with it
+    """GPUs that one copy of the model is split over inside vLLM."""
+    gpu_memory_utilization: Share = 0.4
+    """Fraction of each GPU's memory for vLLM; the trainer uses the rest."""
+    kv_cache_gib: Count = 1
+    """Size of the KV cache on CPUs, in GiB. On GPUs `gpu_memory_utilization` decides."""
+    args: list[str] = field(default_factory=list)
+    """Further arguments of `vllm serve`, such as `["--max-num-seqs", "64"]`."""
+    log: str | None = None
+    """File for the output of a server that the run starts. By default a temporary file that is deleted with
+    the server."""
     start_timeout_s: Seconds = 600.0
+    """Longest wait for the server to start, in seconds."""
     sync_timeout_s: Seconds = 600.0
+    """Longest time for one weight sync with all its checks, in seconds."""
     request_timeout_s: Seconds = 1800.0
+    """Longest wait for a batch of completions, in seconds."""

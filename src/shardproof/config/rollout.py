@@ -1,0 +1,71 @@
+"""The section about completions: which engine makes them, and how they are sampled."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Annotated
+
+from pydantic import BeforeValidator, Field, field_validator
+
+from shardproof.config.numbers import Bound, Count, CountOrNone, Limit, Tokens
+from shardproof.config.section import Section, known_or_users, read_none
+from shardproof.config.vllm import VllmSettings
+from shardproof.user_code import is_user_name
+
+ENGINES = ("embedded", "sharded", "vllm")
+
+
+class Rollout(Section):
+    """How completions are sampled from the policy."""
+
+    engine: str = "embedded"
+    """What samples completions: `"embedded"` (a copy of the model in each rank's process), `"sharded"` (the
+    FSDP model itself, for models whose copy does not fit), `"vllm"`, or your own class as `module:name`."""
+    group_size: Count = 8
+    """Completions per prompt. GRPO and other algorithms that compare completions of one prompt need at least
+    2."""
+    max_new_tokens: Tokens = 256
+    """Longest completion, in tokens; in a conversation, the longest turn."""
+    temperature: Annotated[float, Bound(gt=0.0, le=100.0)] = 1.0
+    """Sampling temperature. All log-probs of the training step use it too."""
+    top_p: Annotated[float, Bound(gt=0.0, le=1.0)] = 1.0
+    """Nucleus sampling: draw only from the most likely tokens whose probabilities add up to this. 1 disables
+    it."""
+    batch_size: Count = 256
+    """Completions that each rank decodes at a time. Lower it if sampling runs out of memory; results do not
+    change."""
+    offload_policy: bool = False
+    """Move the policy to host memory while completions are sampled, to leave the GPU to the engine."""
+    sleep: bool = False
+    """Free the engine's weights and KV cache while the policy is updated. On CUDA, with a vLLM server that
+    the run starts."""
+    canary_tolerance: Limit | None = None
+    """How far the log-probs of engine and trainer may differ on the canary, a fixed prompt scored by both
+    after each weight sync. By default 0.001 if `model.compute_dtype` is float32, else 0.5."""
+    max_version_lag: CountOrNone = 0
+    """How many versions older than the policy the weights behind a completion may be. Older completions stop
+    the run."""
+    vllm: Annotated[VllmSettings, BeforeValidator(partial(read_none, VllmSettings))] = VllmSettings()
+    """Settings of the vLLM server, for `engine = "vllm"`."""
+
+    @field_validator("engine")
+    @classmethod
+    def _is_known(cls, engine: str) -> str:
+        return known_or_users(engine, ENGINES)
+
+
+class Environment(Section):
+    """What answers the policy in a conversation of several turns. Without this section the policy has one
+    turn."""
+
+    name: str
+    """Your class as `module:name`; its objects have a method `reply(row, turns)`. See docs/extending.md."""
+    max_turns: Annotated[int, Field(gt=0, le=1024)] = 4
+    """Most turns of the policy in one conversation."""
+
+    @field_validator("name")
+    @classmethod
+    def _is_users(cls, name: str) -> str:
+        if not is_user_name(name):
+            raise ValueError(f"{name!r} is not of the form module:name")
+        return name
