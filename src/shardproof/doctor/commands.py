@@ -14,8 +14,6 @@ import typer
 from typer.core import TyperCommand
 
 from shardproof.bounds import require_number
-from shardproof.doctor.page import write_page
-from shardproof.doctor.report import print_estimates, print_matrix, print_report, write_json
 from shardproof.doctor.request import Layout, Request, layouts_of
 from shardproof.doctor.results import USAGE_EXIT, Examination, Report, Stage
 from shardproof.errors import ShardproofError
@@ -120,6 +118,7 @@ def estimate(
 ) -> None:
     """Bytes per rank, before anything is allocated, and how they change toward hundreds of ranks."""
     from shardproof.doctor.forecast import forecast
+    from shardproof.doctor.report import print_estimates
 
     layout = Layout(
         strategy=strategy,
@@ -151,6 +150,9 @@ def _default_device() -> str:
 
 
 def _show(report: Report, matrix: bool, json_path: Path | None, html_path: Path | None) -> None:
+    from shardproof.doctor.page import write_page
+    from shardproof.doctor.report import print_matrix, print_report, write_json
+
     (print_matrix if matrix else print_report)(report)
     if json_path is not None:
         write_json(report, json_path)

@@ -1,0 +1,53 @@
+"""The command line, `shardproof`. To add a command, write a function and register it here.
+
+Commands import what they need when they run, so that `shardproof --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+from typing import Annotated
+
+import typer
+
+from shardproof import __version__
+from shardproof.cli.train import train
+from shardproof.doctor.commands import CountingCommand, doctor, estimate
+from shardproof.text import sanitise_logging
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+app.command()(train)
+app.command(cls=CountingCommand)(doctor)
+app.command(cls=CountingCommand)(estimate)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        packages = ", ".join(f"{name} {_version(name)}" for name in ("torch", "transformers"))
+        print(f"shardproof {__version__} (Python {platform.python_version()}, {packages})")
+        raise typer.Exit
+
+
+def _version(package: str) -> str:
+    """The version of an installed package, which is not imported."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            callback=_show_version,
+            is_eager=True,
+            help="print versions of shardproof, Python and torch",
+        ),
+    ] = False,
+) -> None:
+    """Sharded RL post-training in which every rank can prove what it holds."""
+    sanitise_logging()

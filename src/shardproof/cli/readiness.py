@@ -1,0 +1,43 @@
+"""Whether a run can start on this machine: the same checks for a start and for a dry run."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from shardproof.cli.options import Options
+from shardproof.errors import error_for
+
+if TYPE_CHECKING:
+    from shardproof.config.schema import Recipe
+    from shardproof.findings import Finding
+
+
+def look_ahead(recipe: Recipe, options: Options) -> list[Finding]:
+    """Everything that would stop a start on this machine. Nothing is written."""
+    from shardproof.dist.launch import node_range
+    from shardproof.rl import preflight
+    from shardproof.rl.same_run import Resume
+
+    num_ranks, num_nodes = count_ranks(recipe), node_range(options.nnodes)[1]
+    if "RANK" in os.environ:  # torchrun has decided
+        num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        num_nodes = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
+    resume = Resume(options.allow, options.from_step)
+    return preflight.look_ahead(preflight.Start(recipe, num_ranks, num_nodes, resume))
+
+
+def require_start(recipe: Recipe, options: Options) -> None:
+    """Raise what would stop a start on this machine, before any rank is started."""
+    findings = look_ahead(recipe, options)
+    if findings:
+        raise error_for(findings)
+
+
+def count_ranks(recipe: Recipe) -> int:
+    """The ranks of this node: as many as the recipe says, else one per GPU, else one."""
+    if recipe.train.ranks:
+        return recipe.train.ranks
+    import torch
+
+    return max(torch.cuda.device_count(), 1)
