@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -40,12 +40,15 @@ from shardproof.rl.place import (
     checkpoint_steps,
     write_settings,
 )
+from shardproof.rl.proofs import proving
 from shardproof.rl.report import write_report
+from shardproof.rl.run_facts import take_facts, write_facts
 from shardproof.rl.same_run import Resume, take_digests
 from shardproof.rollout.trajectory import Trajectory, reward_of
 from shardproof.shard.sharded_model import ShardedModel
-from shardproof.text import printable
 from shardproof.train.trainer import Trainer
+
+logger = logging.getLogger(__name__)
 
 SUPERSEDED = "superseded-"  # checkpoints and models that a run went back behind
 _DAMAGED = ("E407", "E409")
@@ -63,7 +66,9 @@ class RunFolder:
         self.path = Path(recipe.output.folder)
         self.problem: str | None = None
         self.outputs: list[Logger] = []
+        self.step = 0  # the last one that was taken, or that the run resumes from
         self._state = State()
+        self._facts: dict[str, Any] = {}
         self._lock: FolderLock | None = None
 
     def claim(self) -> None:
@@ -84,6 +89,11 @@ class RunFolder:
                 self._supersede(-1)  # nothing that is there belongs to a run that begins, not even its step 0
             if not self._state.is_used:
                 write_settings(self.path, self.recipe, {})
+            self.step = (
+                max(self._state.steps, default=0) if self.resume.from_step is None else self.resume.from_step
+            )
+            self._facts = take_facts(self.recipe)
+            write_facts(self.path, self._facts, "running", self.step)
         except OSError as error:
             message = f"{self.path} cannot be written: {error.strerror or error}."
             raise fail(
@@ -131,9 +141,9 @@ class RunFolder:
         for name in LINES:
             supersede(self.path / name, step)
 
-    def note(self, step: int, kind: str, text: str) -> None:
-        """Add an event: a receipt, a finding, a skipped step, a reward that failed."""
-        self.append(EVENTS_NAME, {"step": step, "kind": kind, "text": text})
+    def note(self, step: int, kind: str, text: str, **fields: Any) -> None:
+        """Add an event: a proof, a finding, a skipped step, a reward that failed."""
+        self.append(EVENTS_NAME, {"step": step, "kind": kind, "text": text, **fields})
 
     def append(self, name: str, line: dict[str, Any]) -> None:
         """Add a line to one of the run's files. Only rank 0 writes."""
@@ -145,6 +155,7 @@ class RunFolder:
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Hand a step's metrics to every logger."""
+        self.step = step
         for each in self.outputs:
             try:
                 each.log(step, metrics)
@@ -172,6 +183,21 @@ class RunFolder:
             except Exception as error:
                 self._keep(f"{type(each).__name__}: {type(error).__name__}: {error}")
 
+    def end(self, status: str, error: BaseException | None = None) -> None:
+        """Note how the run ended, and write its page. Only rank 0 writes, and only where the folder is the run's."""
+        self.close_outputs()
+        if self._lock is None:
+            return
+        for text in _described(error):
+            self.note(self.step, "finding", text)
+        try:
+            write_facts(self.path, self._facts, status, self.step)
+            write_report(self.path)
+        except Exception as problem:  # a page that cannot be made costs a line, not the run
+            text = f"report.html was not written: {type(problem).__name__}: {problem}"
+            self.note(self.step, "report", text)
+            logger.warning("%s", text)
+
     def release(self) -> None:
         """Give the folder up."""
         self.close_outputs()
@@ -181,6 +207,15 @@ class RunFolder:
 
     def _keep(self, problem: str) -> None:
         self.problem = self.problem or problem
+
+
+def _described(error: BaseException | None) -> list[str]:
+    """What ended a run, one text per finding."""
+    if error is None:
+        return []
+    if isinstance(error, ShardproofError):
+        return [str(finding) for finding in error.findings]
+    return [f"{type(error).__name__}: {error}"]
 
 
 def _unwritten(problem: str) -> ShardproofError:
@@ -201,9 +236,13 @@ def resume_last(folder: RunFolder, policy: Trainer, critic: Trainer | None, stre
         return 0
     which = "latest" if chosen is None else checkpoint_name(chosen)
     try:
-        extra = _resume(folder.path / CHECKPOINTS, policy, which)
+        with proving(folder, folder.step, "resume") as proof:
+            extra = _resume(folder.path / CHECKPOINTS, policy, which)
+            proof.text = f"resumed from step {extra['step']}"
         if critic is not None:
-            _resume(folder.path / CRITIC, critic, checkpoint_name(extra["step"]))
+            with proving(folder, folder.step, "resume", "critic") as proof:
+                _resume(folder.path / CRITIC, critic, checkpoint_name(extra["step"]))
+                proof.text = f"resumed from step {extra['step']}"
     except ShardproofError as error:
         raise _with_older(error, found) from error
     stream.position = extra["position"]
@@ -228,40 +267,38 @@ def save(folder: RunFolder, policy: Trainer, critic: Trainer | None, stream: Pro
 
     Collective: every rank.
     """
-    keep = folder.recipe.output.keep
+    keep, name = folder.recipe.output.keep, checkpoint_name(step)
     if critic is not None:
-        save_checkpoint(
-            folder.path / CRITIC, critic.model, critic.optimizer, critic.scheduler, step=step, keep=keep + 1
-        )
+        with proving(folder, step, "checkpoint", "critic", path=f"{CRITIC}/{name}") as proof:
+            save_checkpoint(
+                folder.path / CRITIC,
+                critic.model,
+                critic.optimizer,
+                critic.scheduler,
+                step=step,
+                keep=keep + 1,
+            )
+            proof.text = f"saved the critic after step {step}"
     extra = {"step": step, "position": stream.position}
-    save_checkpoint(
-        folder.path / CHECKPOINTS,
-        policy.model,
-        policy.optimizer,
-        policy.scheduler,
-        extra,
-        step=step,
-        keep=keep,
-    )
+    with proving(folder, step, "checkpoint", path=f"{CHECKPOINTS}/{name}") as proof:
+        save_checkpoint(
+            folder.path / CHECKPOINTS,
+            policy.model,
+            policy.optimizer,
+            policy.scheduler,
+            extra,
+            step=step,
+            keep=keep,
+        )
+        proof.text = f"saved the policy after step {step}"
 
 
 def save_model(folder: RunFolder, policy: ShardedModel, step: int) -> None:
     """Write the final model, once a run is complete. Collective: every rank."""
     name = folder.recipe.output.model_dtype
     dtype = "checkpoint" if name is None else getattr(torch, name)
-    folder.note(step, "receipt", str(save_pretrained(policy, folder.path / MODEL, dtype)))
-
-
-def report(folder: RunFolder, step: int) -> None:
-    """Write the page of the run. A page that cannot be made costs a line, not the run."""
-    if dist.get_rank() != 0:
-        return
-    try:
-        write_report(folder.path)
-    except Exception as error:
-        text = f"report.html was not written: {type(error).__name__}: {error}"
-        folder.note(step, "report", text)
-        print(printable(text), file=sys.stderr)
+    with proving(folder, step, "export", path=MODEL) as proof:
+        proof.take(save_pretrained(policy, folder.path / MODEL, dtype))
 
 
 def write_samples(folder: RunFolder, trajectories: Sequence[Trajectory], step: int) -> None:

@@ -11,7 +11,6 @@ from shardproof.dist.collectives import exchange
 from shardproof.errors import fail
 from shardproof.export.manifest import ExportReceipt
 from shardproof.export.stream import WeightStream
-from shardproof.findings import Finding
 from shardproof.rollout.engine import Engine, Request, Sampling, generate
 from shardproof.shard.sharded_model import ShardedModel
 from shardproof.train.score import logprobs
@@ -21,8 +20,8 @@ _CANARY_TOKENS = 8
 
 def hand_over(
     engine: Engine, weights: WeightStream, canary: Request, sampling: Sampling, tolerance: float
-) -> tuple[dict[str, float], list[Finding]]:
-    """Send the weights to the engine, and prove on a canary that it samples from them: (metrics, the receipt's findings).
+) -> tuple[dict[str, float], ExportReceipt]:
+    """Send the weights to the engine, and prove on a canary that it samples from them: (metrics, the receipt).
 
     Collective: every rank.
     """
@@ -38,7 +37,7 @@ def hand_over(
     if not within(gap, tolerance):
         message = f"their log-probs of the canary differ by {gap:.3g}, allowed is {tolerance:g}."
         raise fail("R503", "sync", f"after version {weights.policy.version} {message}")
-    return {"time/sync": synced - started, "canary/gap": gap}, list(receipt.findings)
+    return {"time/sync": synced - started, "canary/gap": gap}, receipt
 
 
 def canary_gap(engine: Engine, policy: ShardedModel, canary: Request, sampling: Sampling) -> float:

@@ -13,9 +13,10 @@ from shardproof.dist.launch import init_distributed
 from shardproof.rl.agreement import agree_on
 from shardproof.rl.evaluation import evaluate
 from shardproof.rl.experience import Experience, collect
-from shardproof.rl.folder import RunFolder, report, resume_last, save, save_model, write_samples
+from shardproof.rl.folder import RunFolder, resume_last, save, save_model, write_samples
 from shardproof.rl.handover import hand_over
 from shardproof.rl.loggers import Logger
+from shardproof.rl.proofs import note_loads, proving
 from shardproof.rl.same_run import Resume
 from shardproof.rl.setup import Run, set_up
 from shardproof.rl.sft import held_out_loss, sft_batch
@@ -38,14 +39,27 @@ def train(recipe: Recipe, loggers: Sequence[Logger] = (), resume: Resume | None 
     try:
         with together("output"):
             folder.claim()
-        return _run(recipe, folder, loggers)
+        metrics = _run(recipe, folder, loggers)
+        folder.end("finished")
+        return metrics
+    except BaseException as error:
+        is_stop = isinstance(error, Stopped)
+        folder.end("stopped" if is_stop else "failed", None if is_stop else error)
+        raise
     finally:
         folder.release()
 
 
 def _run(recipe: Recipe, folder: RunFolder, loggers: Sequence[Logger]) -> dict[str, float]:
     with StopFlag() as stop:
-        run = set_up(recipe)
+        with proving(folder, folder.step, "load"):
+            run = set_up(recipe)
+        models = {
+            "policy": run.policy.model,
+            "reference": run.scorers.reference,
+            "critic": run.scorers.critic,
+        }
+        note_loads(folder, folder.step, models)
         gc.freeze()  # what exists now stays; garbage collection need not scan it in every step
         try:
             return _train(run, folder, stop, loggers)
@@ -59,7 +73,6 @@ def _train(run: Run, folder: RunFolder, stop: StopFlag, loggers: Sequence[Logger
     with together("output"):
         folder.check_content(run.prompts, run.held_out)
     step = saved = resume_last(folder, run.policy, run.critic, run.stream)
-    folder.note(step, "receipt", str(run.policy.model.receipt))
     metrics = _sync(run, step, folder)
     with together("output"):
         folder.begin(run.prompts, run.held_out, step, loggers)
@@ -80,13 +93,11 @@ def _train(run: Run, folder: RunFolder, stop: StopFlag, loggers: Sequence[Logger
     finally:
         folder.close_outputs()
     if stopping:
-        report(folder, step)
         raise Stopped(stopping, step)
     if output.save_model:
         if saved < step:
             save(folder, run.policy, run.critic, run.stream, step)
         save_model(folder, run.policy.model, step)
-    report(folder, step)
     return metrics
 
 
@@ -161,10 +172,12 @@ def _sync(run: Run, step: int, folder: RunFolder) -> dict[str, float]:
     if run.recipe.rollout.sleep:
         run.sampler.engine.wake()
     request = Request(Trajectory.of_prompt(run.prompts[0].tokens), run.recipe.train.seed)
-    metrics, findings = hand_over(
-        run.sampler.engine, run.weights, request, run.sampling, run.recipe.canary_tolerance
-    )
-    for finding in findings:
+    tolerance = run.recipe.canary_tolerance
+    with proving(folder, step, "sync", tolerance=tolerance) as proof:
+        metrics, receipt = hand_over(run.sampler.engine, run.weights, request, run.sampling, tolerance)
+        proof.take(receipt)
+        proof.details["gap"] = metrics["canary/gap"]
+    for finding in receipt.findings:
         folder.note(step, "finding", str(finding))
     return metrics | version
 

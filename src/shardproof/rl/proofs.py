@@ -1,0 +1,121 @@
+"""The proof ledger: each hand-over of weights in a run, what was compared, and whether it agreed.
+
+One line of `events.jsonl` per proof; the report shows them at its top.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
+
+from shardproof.dist.collectives import exchange
+from shardproof.errors import ConfigError, ShardproofError
+from shardproof.export.manifest import ExportReceipt
+from shardproof.findings import Finding
+from shardproof.shard.sharded_model import ShardedModel
+
+PROOF = "proof"  # the kind of these events
+# What each proof compares. A reader who knows nothing about this project must understand it.
+COMPARED = {
+    "load": "Every element that this rank holds was written exactly once, replicated tensors are equal on all ranks, "
+    "and buffers equal what their modules compute from the config.",
+    "resume": "Every byte of the checkpoint was compared with the checksum that was saved with it.",
+    "sync": "The engine's log-probs of a canary prompt were compared with the trainer's, after the engine took the "
+    "weights.",
+    "checkpoint": "Every file was written whole, with a checksum that a resume compares before it reads anything.",
+    "export": "Every tensor was sent once and is finite, and the sizes of all files were read back.",
+}
+
+
+class Ledger(Protocol):
+    """What takes the lines: a run's folder."""
+
+    def note(self, step: int, kind: str, text: str, **fields: Any) -> None: ...
+
+
+@dataclass
+class Proof:
+    """A hand-over while it is under way. The block that makes it fills in its receipt."""
+
+    text: str = ""  # empty until there is an outcome
+    details: dict[str, Any] = field(default_factory=dict)
+    findings: Sequence[Finding] = ()
+
+    def take(self, receipt: ExportReceipt) -> None:
+        """Keep what an export's receipt says."""
+        self.text, self.findings = str(receipt), receipt.findings
+        self.details |= {
+            "version": receipt.version,
+            "tensors": receipt.num_tensors,
+            "bytes": receipt.num_bytes,
+            "digest": receipt.digest,
+        }
+
+
+@contextmanager
+def proving(ledger: Ledger, step: int, proof: str, role: str = "policy", **details: Any) -> Iterator[Proof]:
+    """Note what the block proves: passed if it ends without findings, failed with what it raises or found."""
+    started, made = time.perf_counter(), Proof(details=details)
+    try:
+        yield made
+    except ConfigError:
+        raise  # what the user asked for cannot be done; nothing was proved or refuted
+    except ShardproofError as error:
+        made.text, made.findings = str(error), error.findings
+        raise
+    finally:
+        if made.text:
+            seconds = time.perf_counter() - started
+            _write(ledger, step, proof, role, made.text, seconds, made.findings, made.details)
+
+
+def note_loads(ledger: Ledger, step: int, models: Mapping[str, ShardedModel | None]) -> None:
+    """Note what every rank loaded, role by role. Collective: every rank."""
+    mine = {role: _load_of(model) for role, model in models.items() if model is not None}
+    rows = exchange(mine)
+    for role in mine:
+        for rank, row in enumerate(rows):
+            text, seconds, details = row[role]
+            _write(ledger, step, "load", role, text, seconds, (), details, rank=rank)
+
+
+def _write(
+    ledger: Ledger,
+    step: int,
+    proof: str,
+    role: str,
+    text: str,
+    seconds: float,
+    findings: Sequence[Finding],
+    details: Mapping[str, Any],
+    **where: int,
+) -> None:
+    ledger.note(
+        step,
+        PROOF,
+        text,
+        proof=proof,
+        role=role,
+        **where,
+        passed=not findings,
+        compared=COMPARED[proof],
+        seconds=round(seconds, 4),
+        findings=[finding.to_json() for finding in findings],
+        details=dict(details),
+    )
+
+
+def _load_of(model: ShardedModel) -> tuple[str, float, dict[str, Any]]:
+    receipt = asdict(model.receipt)
+    details = {
+        "source": model.source,
+        "tensors": receipt["num_tensors"],
+        "bytes_read": receipt["bytes_read"],
+        "bytes_held": receipt["shard_bytes"],
+        "peak_bytes": receipt["peak_bytes"],
+        "written_by": dict(receipt["num_by_writer"]),
+    }
+    return str(model.receipt), receipt["seconds"], details
