@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
 import signal
 import sys
 from typing import TYPE_CHECKING
@@ -25,8 +26,10 @@ def launch(recipe: Recipe, options: Options) -> None:
 
     from shardproof.config.load import to_json
     from shardproof.dist.launch import RankFailed, RanksKilled, start_ranks
+    from shardproof.rl.run_facts import COMMAND
     from shardproof.rl.stopping import STOP_EXIT_CODES, STOP_SIGNALS
 
+    os.environ[COMMAND] = shlex.join(["shardproof", *sys.argv[1:]])  # ranks have arguments of their own
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").addFilter(_is_unexplained)
     try:
         start_ranks(

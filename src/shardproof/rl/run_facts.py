@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import shlex
 import socket
 import subprocess
@@ -32,7 +33,7 @@ def take_facts(recipe: Recipe) -> dict[str, Any]:
     return {
         "shardproof": _version("shardproof"),
         "commit": _commit(),
-        "command": os.environ.get(COMMAND) or shlex.join(sys.argv),
+        "command": _without_secrets(os.environ.get(COMMAND) or shlex.join(sys.argv)),
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "host": socket.gethostname(),
         "python": platform.python_version(),
@@ -48,6 +49,11 @@ def write_facts(folder: Path, facts: Mapping[str, Any], status: str, step: int) 
     """Write `run.json`; `status` is "running", "finished", "stopped" or "failed"."""
     text = json.dumps({**facts, "status": status, "step": step}, indent=2, default=str)
     write_atomic(folder / FACTS_NAME, text + "\n")
+
+
+def _without_secrets(command: str) -> str:
+    """The command line without the secret that lets ranks of several hosts join."""
+    return re.sub(r"(--rdzv[-_]id[= ])\S+", r"\1...", command)
 
 
 def _version(package: str) -> str | None:
