@@ -134,6 +134,17 @@ def test_weights_and_penalties_do_not_count_in_an_evaluation(tmp_path):
     assert plain["eval/reward"] == plain["eval/exact_match"] == plain["eval/pass@1"]
 
 
+@pytest.mark.parametrize(("num_ranks", "samples"), [(2, 1), (1, 4)])
+def test_an_evaluation_has_the_standard_error_over_prompts(tmp_path, num_ranks, samples):
+    """Completions of one prompt are one draw, not several: as many samples as one likes make no error smaller."""
+    settings = ["train.steps=1", "output.eval_every=1", "output.eval_prompts=24", "output.save_model=false"]
+    settings += [f"output.eval_samples={samples}", f"reward.functions=[{{name='{REWARDS}:even_answer'}}]"]
+    found = run_ranks(num_ranks, run_recipe, small_recipe(tmp_path, *settings))[0]
+    share = found["eval/reward"]
+    assert 0.2 < share < 0.8
+    assert found["eval/reward_se"] == pytest.approx((share * (1 - share) / 23) ** 0.5, rel=1e-9)
+
+
 def test_a_run_is_evaluated_before_its_first_step_and_a_resumed_one_is_not(tmp_path):
     settings = ["output.eval_every=2", "output.save_every=2", "optimizer.schedule=constant"]
     for steps in (2, 4):

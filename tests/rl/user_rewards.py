@@ -19,6 +19,11 @@ def nan(prompt: str, completion: str, row: dict[str, Any]) -> float:
     return float("nan")
 
 
+def even_answer(prompt: str, completion: str, row: dict[str, Any]) -> float:
+    """The same for every completion of a prompt."""
+    return float(int(row["answer"]) % 2 == 0)
+
+
 def refuses_long_answers(prompt: str, completion: str, row: dict[str, Any]) -> float:
     if len(completion) >= 2:
         raise ValueError(f"{completion} is too long")

@@ -1,7 +1,9 @@
-"""Evaluation: what completions of held-out prompts are worth."""
+"""Evaluation: mean rewards on held-out prompts, with their standard error."""
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Sequence
 
 from shardproof.dist.collectives import exchange
@@ -20,9 +22,9 @@ def evaluate(
     step: int,
     share: Share,
 ) -> dict[str, float]:
-    """Mean rewards and pass@k on held-out prompts.
+    """Mean rewards, the standard error of their total, and pass@k on held-out prompts.
 
-    Rewards are what the functions say: penalties shape what is learned, and say nothing about how good it is.
+    Rewards are what the functions return. Penalties are left out: they shape training and do not measure quality.
 
     Collective: every rank.
     """
@@ -51,6 +53,17 @@ def _metrics(
     passed = [any(part[names[0]] >= 1.0 for part in known) for _, known, _ in every]
     num = max(len(totals), 1)
     metrics = {"eval/reward": sum(totals) / num}
+    per_prompt = [statistics.fmean(known) for known, _, _ in every if known]
+    if len(per_prompt) > 1:
+        metrics["eval/reward_se"] = standard_error(per_prompt)
     metrics |= {f"eval/{name}": sum(part[name] for part in parts) / num for name in names}
     metrics[f"eval/pass@{num_samples}"] = sum(passed) / len(passed)
     return metrics | {"eval/failed": float(sum(failed for _, _, failed in every))}
+
+
+def standard_error(values: Sequence[float]) -> float:
+    """The standard error of the mean of two or more values: their sample deviation over the root of their number.
+
+    Completions of one prompt are not independent, so the values are the prompts' means.
+    """
+    return statistics.stdev(values) / math.sqrt(len(values))
