@@ -11,8 +11,8 @@ import pytest
 TESTS = Path(__file__).parent
 SRC = TESTS.parent / "src" / "shardproof"
 ROOMS = {path.parent.name for path in SRC.glob("*/__init__.py")}
-# Folders that are no room of the source: what needs a GPU, and faults of other frameworks across all rooms.
-OTHERS = {"gpu", "museum"}
+# Folders that are no room of the source: documentation, what needs a GPU, and faults of other frameworks.
+OTHERS = {"docs", "gpu", "museum"}
 # Markers that every file under a folder carries.
 OF_FOLDERS = {"gpu": "gpu", "rollout/vllm": "vllm"}
 FILES = {

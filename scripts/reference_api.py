@@ -1,0 +1,179 @@
+"""docs/python-api.md: every public name of the package, with its signature, its docstring, and examples that run."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from typing import Any
+
+import shardproof
+
+INTRO = """\
+# Python API
+
+<!-- python scripts/reference.py --write makes this page from the docstrings in src/shardproof/. -->
+
+`import shardproof as sp` gives the names on this page. Functions marked *collective* exchange data between ranks: call
+them on every rank, with the same arguments unless their description says otherwise.
+
+The examples of this page build on each other. They run in one process on a CPU, or on several ranks under `torchrun`:
+
+```python
+import shardproof as sp
+from transformers import Qwen3Config
+
+config = Qwen3Config(
+    vocab_size=512,
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+)
+```
+"""
+# (heading, names, example)
+GROUPS: list[tuple[str, tuple[str, ...], str]] = [
+    (
+        "Load and prove",
+        ("load", "ShardedModel", "LoadReceipt", "RandomInit", "attest", "AttestCallback"),
+        """\
+policy = sp.load(sp.RandomInit(config, seed=0))  # or a folder, or a hub id
+print(policy.receipt)
+assert sp.attest(policy) == []  # no findings, on any rank""",
+    ),
+    (
+        "Score",
+        ("logprobs", "values"),
+        """\
+sequences = [[1, 2, 3, 4, 5], [9, 8, 7]]  # token ids of this rank's sequences
+old = sp.logprobs(policy, sequences)
+assert [len(each) for each in old] == [4, 2]  # one log-prob per token after the first
+
+critic = sp.load(sp.RandomInit(config, seed=0), role="critic")
+assert [len(each) for each in sp.values(critic, sequences)] == [4, 2]""",
+    ),
+    (
+        "Train",
+        ("Batch", "weigh", "train_step", "StepResult", "Trainer", "Loss", "make_optimizer", "make_schedule"),
+        """\
+optimizer = sp.make_optimizer(policy, lr=1e-3)
+schedule = sp.make_schedule(optimizer, "cosine", warmup_steps=2, total_steps=10)
+batch = sp.weigh(sp.Batch(sequences, advantages=[1.0, -0.5], old_logps=old), "sequence_mean")
+
+result = sp.train_step(policy, batch, optimizer, schedule, loss="policy", micro_batch_tokens=1024)
+assert result.stepped and policy.version == 1
+
+trainer = sp.Trainer(policy, optimizer, schedule)  # the same, with everything in one object
+trainer.step(batch, loss="policy", micro_batch_tokens=1024)""",
+    ),
+    (
+        "Export",
+        ("WeightStream", "SharedWeights", "save_pretrained"),
+        """\
+with sp.WeightStream(policy) as stream:
+    for name, tensor in stream:  # whole tensors under checkpoint names, on every rank
+        pass
+print(stream.receipt)
+
+sp.save_pretrained(policy, "out/model")  # a folder that plain transformers loads""",
+    ),
+    (
+        "Checkpoints",
+        ("save_checkpoint", "resume"),
+        """\
+sp.save_checkpoint("out/run", policy, optimizer, extra={"epoch": 1})
+assert sp.resume("out/run", policy, optimizer) == {"epoch": 1}""",
+    ),
+    (
+        "Ranks",
+        ("init_distributed", "make_mesh", "deadline"),
+        """\
+sp.init_distributed()  # joins the group that torchrun describes; load() does it for you
+mesh = sp.make_mesh(replicate=1)
+with sp.deadline("load", seconds=60):  # collectives inside fail after 60 s, not at the group's timeout
+    reference = sp.load(sp.RandomInit(config, seed=0), role="reference", mesh=mesh)""",
+    ),
+    (
+        "Findings and errors",
+        (
+            *("Finding", "ShardproofError", "ConfigError", "Fault"),
+            *("LoadFault", "ShardFault", "TrainFault", "ExportFault"),
+        ),
+        """\
+try:
+    sp.load("no/such/folder")
+except sp.ShardproofError as error:  # the same error on every rank
+    print(error.code, error.findings[0].fix)""",
+    ),
+]
+
+
+# The members of a class that users call; what a class returns to them is shown as its attributes.
+MEMBERS = {
+    "ShardedModel": ("named_parameters", "local_shards", "persistent_buffers", "offload", "onload"),
+    "AttestCallback": ("attest",),
+    "Batch": ("masks", "counts", "with_column", "select", "flat"),
+    "Trainer": ("step",),
+    "WeightStream": ("metadata", "close"),
+    "SharedWeights": ("path", "write", "close"),
+}
+RETURNED = ("ShardedModel", "LoadReceipt", "StepResult", "Finding")
+
+
+def page() -> str:
+    """The text of docs/python-api.md."""
+    return "\n\n".join([INTRO.strip(), *(_group(*group) for group in GROUPS)]) + "\n"
+
+
+def _group(heading: str, names: tuple[str, ...], example: str) -> str:
+    entries = [_entry(name, getattr(shardproof, name)) for name in names]
+    return "\n\n".join([f"## {heading}", f"```python\n{example}\n```", *entries])
+
+
+def _entry(name: str, thing: Any) -> str:
+    parts = [f"### `sp.{name}`", *_described(name, thing)]
+    for key in MEMBERS.get(name, ()):
+        member = vars(thing)[key]
+        code = member.fget if isinstance(member, property) else member
+        parts += [f"#### `{name}.{key}`", *_described(key, code, with_signature=code is member)]
+    return "\n\n".join(parts)
+
+
+def _described(name: str, thing: Any, with_signature: bool = True) -> list[str]:
+    """The signature, and the docstring, whose `Collective:` and `Memory:` stand out."""
+    is_error = inspect.isclass(thing) and issubclass(thing, BaseException)
+    text = re.sub(r"\b(Collective|Memory): ", r"*\1:* ", inspect.getdoc(thing) or "")
+    parts = [f"```text\n{_signature(name, thing)}\n```"] if with_signature and not is_error else []
+    return [*parts, text]
+
+
+def _signature(name: str, thing: Any) -> str:
+    parameters = [each for each in inspect.signature(thing).parameters.values() if each.name != "self"]
+    shown = [_parameter(each) for each in parameters]
+    if name in RETURNED:
+        return "\n".join(f"{name}.{each.partition(' = ')[0]}" for each in shown)
+    by_keyword = [each.kind is inspect.Parameter.KEYWORD_ONLY for each in parameters]
+    if any(by_keyword):
+        shown.insert(by_keyword.index(True), "*")
+    given = inspect.signature(thing).return_annotation
+    returns = "" if inspect.isclass(thing) or given is inspect.Signature.empty else f" -> {_type(given)}"
+    line = f"{name}({', '.join(shown)}){returns}"
+    if len(line) <= 100:
+        return line
+    return f"{name}(\n" + "".join(f"    {each},\n" for each in shown) + f"){returns}"
+
+
+def _parameter(parameter: inspect.Parameter) -> str:
+    stars = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
+    text = f"{stars.get(parameter.kind, '')}{parameter.name}: {_type(parameter.annotation)}"
+    if parameter.default is inspect.Parameter.empty:
+        return text
+    default = repr(parameter.default)
+    return f"{text} = {'...' if default.startswith('<') else default}"
+
+
+def _type(annotation: Any) -> str:
+    """An annotation as text, without the modules that classes come from."""
+    return re.sub(r"\b(?:[a-z_]\w*\.)+(?=[A-Z])", "", str(annotation))
