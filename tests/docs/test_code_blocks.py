@@ -1,0 +1,136 @@
+"""Every code block of the README and of the documentation runs, or says why not; see tests/docs/blocks.py."""
+
+from __future__ import annotations
+
+import contextlib
+import doctest
+import io
+import json
+import os
+import sys
+import tomllib
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.docs import shell
+from tests.docs.blocks import REASONS, RUN, Block, Page, read_page
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.distributed
+
+ROOT = Path(__file__).parents[2]
+PAGES = [
+    page
+    for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    if (page := read_page(path)).blocks
+]
+
+
+def tell(page: Page, folder: str) -> list[str]:
+    """Run a page from its first block to its last; returns what was done with each of them."""
+    import torch.distributed as dist
+
+    from tests.docs.given import give
+
+    rank, done, before = dist.get_rank(), [], os.getcwd()
+    os.chdir(folder)
+    sys.path.insert(0, folder)
+    space: dict[str, Any] = {"__name__": "page"}  # what a block guards by __main__ is for its reader to start
+    for name in page.given:
+        give(space, name)
+    try:
+        for block in page.blocks:
+            place = f"{page.path.name}:{block.line}"
+            try:
+                done.append(do(block, space, place, rank))
+            except BaseException as error:
+                raise AssertionError(f"{place}: {type(error).__name__}: {error}") from error
+    finally:
+        sys.path.remove(folder)
+        os.chdir(before)
+        for path in Path(folder).glob("*.py"):
+            sys.modules.pop(path.stem, None)
+    return done
+
+
+def do(block: Block, space: dict[str, Any], place: str, rank: int) -> str:
+    """Run one block, or only parse it; returns which."""
+    if block.saved_as is not None:
+        path = Path(block.saved_as)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if rank == 0:
+            path.write_text(block.code)
+    run = block.not_run is None
+    if block.language == "python":
+        do_python(block.code, space, place, run)
+    elif block.language == "bash" and rank == 0:
+        shell.check_syntax(block.code)
+        for words in shell.commands(block.code):
+            shell.do(words, run)
+    elif block.language == "toml":
+        do_toml(block.code, place)
+    elif block.language == "json":
+        for line in block.code.splitlines():
+            json.loads(line)
+    return "ran" if run else str(block.not_run)
+
+
+def do_python(code: str, space: dict[str, Any], place: str, run: bool) -> None:
+    if code.startswith(">>> "):
+        test = doctest.DocTestParser().get_doctest(code, space, place, None, 0)
+        if run:
+            said = io.StringIO()
+            flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+            doctest.DocTestRunner(optionflags=flags).run(test, out=said.write, clear_globs=False)
+            assert not said.getvalue(), said.getvalue()
+        return
+    program = compile(code, place, "exec", dont_inherit=True)
+    if run:
+        with contextlib.redirect_stdout(io.StringIO()):
+            exec(program, space)
+
+
+def do_toml(code: str, place: str) -> None:
+    """Check a recipe, or a part of one: what it leaves out comes from the smallest recipe."""
+    from shardproof.config.load import parse_recipe
+
+    data = tomllib.loads(code)
+    smallest = {
+        "model": {"path": "model"},
+        "data": {"train": "train.jsonl", "evaluation": "held_out.jsonl"},
+        "train": {"steps": 1},
+        "output": {"folder": "run"},
+        "reward": {"functions": [{"name": "numeric"}]},
+    }
+    is_whole = all(section in data for section in ("model", "data", "train", "output"))
+    for section, values in {} if is_whole else smallest.items():
+        data[section] = values | data.get(section, {})
+    parse_recipe(data, place)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.path.name)
+def test_the_blocks_of_a_page_run(page, tmp_path):
+    for name in ("recipes", "scripts", "tests", "docs"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    # The recipe of a reader, unless the page has one: that of the demo, whose paths are relative to its folder.
+    recipe = (ROOT / "recipes" / "tiny.toml").read_text()
+    (tmp_path / "recipe.toml").write_text(recipe.replace('"tiny/', '"recipes/tiny/'))
+    done = run_ranks(page.ranks, tell, page, str(tmp_path))[0]
+    assert len(done) == len(page.blocks)
+    expected = Counter("ran" if block.not_run is None else block.not_run for block in page.blocks)
+    assert Counter(done) == expected
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.path.name)
+def test_a_block_that_does_not_run_says_why(page):
+    for block in page.blocks:
+        assert block.language in RUN, f"{page.path.name}:{block.line}: what is {block.language!r}?"
+        assert block.not_run in (None, *REASONS), f"{page.path.name}:{block.line}: {block.not_run!r}"
+
+
+def test_most_blocks_run():
+    blocks = [block for page in PAGES for block in page.blocks]
+    assert sum(block.not_run is None for block in blocks) > 0.7 * len(blocks) > 30
