@@ -16,6 +16,11 @@ INTRO = """\
 `import shardproof as sp` gives the names on this page. Functions marked *collective* exchange data between ranks: call
 them on every rank, with the same arguments unless their description says otherwise.
 
+Bad input raises a `ConfigError`, which is a `ValueError`. A broken invariant raises a `Fault`, which is a
+`RuntimeError`; its subclass names the stage. Before a collective function raises for what one rank found, the ranks
+exchange their findings, and all raise the same error. An exception in your own code between two calls is not covered
+by that: the other ranks end at their next deadline, or at the process group's timeout.
+
 The examples of this page build on each other. They run in one process on a CPU, or on several ranks under `torchrun`:
 
 ```python
