@@ -16,8 +16,8 @@ PAGE = ROOT / "docs" / "architecture.md"
 BEGIN, END = "<!-- files: scripts/list_files.py writes this list -->\n", "<!-- end of files -->\n"
 # From the bottom of the package to its top.
 ROOMS = (
-    *("", "config", "dist", "model", "weights", "shard", "train", "export", "checkpoints", "rollout", "rl"),
-    *("rl/algorithms", "doctor"),
+    *("", "config", "report", "dist", "model", "weights", "shard", "train", "export", "checkpoints"),
+    *("rollout", "rl", "rl/algorithms", "doctor"),
 )
 
 

@@ -23,10 +23,10 @@ import shardproof as sp
 from shardproof.config.load import from_json, load_recipe, to_json
 from shardproof.model.inventory import take_inventory
 from shardproof.model.skeleton import build_skeleton
+from shardproof.report.page import write_report
 from shardproof.rl.checks import check_inputs
 from shardproof.rl.data import encode_prompts, load_rows
 from shardproof.rl.place import check_folder, write_settings
-from shardproof.rl.report import write_report
 from shardproof.shard.plan import plan_shards
 from shardproof.shard.torch_private import local_tensor
 from shardproof.weights.reader import INDEX_NAME, open_checkpoint

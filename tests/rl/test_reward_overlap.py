@@ -116,7 +116,7 @@ def test_a_run_is_the_same_as_with_rewards_in_sequence(tmp_path, overrides):
     assert sum(step["reward/errors"] for step in found) > 0.0
     for name in ("samples.jsonl", "events.jsonl"):
         now, before = (
-            [line for line in lines(tmp_path / when / name) if line.get("kind") != "receipt"]
+            [line for line in lines(tmp_path / when / name) if line.get("kind") != "proof"]
             for when in ("now", "before")
         )
         assert now == before and now

@@ -19,11 +19,11 @@ from shardproof.dist.collectives import exchange
 from shardproof.errors import ShardproofError, error_for, fail
 from shardproof.export.pretrained import save_pretrained
 from shardproof.files import FolderLock, append_line, current_folder, replace_folder
+from shardproof.report.page import write_report
 from shardproof.rl.data import Prompt, PromptStream
 from shardproof.rl.loggers import (
     EVENTS_NAME,
     LINES,
-    SAMPLES_NAME,
     JsonLines,
     Logger,
     Progress,
@@ -41,10 +41,8 @@ from shardproof.rl.place import (
     write_settings,
 )
 from shardproof.rl.proofs import proving
-from shardproof.rl.report import write_report
 from shardproof.rl.run_facts import take_facts, write_facts
 from shardproof.rl.same_run import Resume, take_digests
-from shardproof.rollout.trajectory import Trajectory, reward_of
 from shardproof.shard.sharded_model import ShardedModel
 from shardproof.train.trainer import Trainer
 
@@ -299,13 +297,3 @@ def save_model(folder: RunFolder, policy: ShardedModel, step: int) -> None:
     dtype = "checkpoint" if name is None else getattr(torch, name)
     with proving(folder, step, "export", path=MODEL) as proof:
         proof.take(save_pretrained(policy, folder.path / MODEL, dtype))
-
-
-def write_samples(folder: RunFolder, trajectories: Sequence[Trajectory], step: int) -> None:
-    """Keep some of the step's completions with their rewards. Only rank 0 writes."""
-    if dist.get_rank() != 0:
-        return
-    for trajectory in trajectories[: folder.recipe.output.samples_per_step]:
-        reward = reward_of(trajectory)
-        line = {"prompt": trajectory.facts["prompt"], "completion": trajectory.text, "reward": reward.trained}
-        folder.append(SAMPLES_NAME, {"step": step, **line, "rewards": dict(reward.parts)})

@@ -13,11 +13,12 @@ from shardproof.dist.launch import init_distributed
 from shardproof.rl.agreement import agree_on
 from shardproof.rl.evaluation import evaluate
 from shardproof.rl.experience import Experience, collect
-from shardproof.rl.folder import RunFolder, resume_last, save, save_model, write_samples
+from shardproof.rl.folder import RunFolder, resume_last, save, save_model
 from shardproof.rl.handover import hand_over
 from shardproof.rl.loggers import Logger
 from shardproof.rl.proofs import note_loads, proving
 from shardproof.rl.same_run import Resume
+from shardproof.rl.samples import write_samples
 from shardproof.rl.setup import Run, set_up
 from shardproof.rl.sft import held_out_loss, sft_batch
 from shardproof.rl.stopping import StopFlag, Stopped
@@ -123,7 +124,7 @@ def one_step(run: Run, step: int, folder: RunFolder) -> dict[str, float]:
             folder.note(step + 1, "skip", f"{result.reason}: rank {result.rank}, {result.tensor}")
     for error in experience.errors:
         folder.note(step + 1, "reward", error)
-    write_samples(folder, experience.trajectories, step + 1)
+    write_samples(folder, experience, step + 1)
     return metrics
 
 

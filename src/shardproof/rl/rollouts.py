@@ -100,7 +100,10 @@ class Sampler:
         said = trajectory.tokens[len(prompt.tokens) :]
         with panics_as_errors():
             text = self.tokenizer.decode(said[:-1] if trajectory.finished else said, skip_special_tokens=True)
-        return replace(trajectory, text=text, facts={**trajectory.facts, "prompt": prompt.text})
+        facts = {**trajectory.facts, "prompt": prompt.text}
+        if prompt.row.get("answer") is not None:
+            facts["answer"] = prompt.row["answer"]
+        return replace(trajectory, text=text, facts=facts)
 
 
 def _check_usable(trajectories: Sequence[Trajectory], version: int, max_lag: int) -> None:

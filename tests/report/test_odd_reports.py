@@ -2,7 +2,7 @@
 
 import pytest
 
-from shardproof.rl.report import write_report
+from shardproof.report.page import write_report
 
 pytestmark = pytest.mark.fault
 

@@ -1,0 +1,176 @@
+"""Charts from metrics: which curves share one, which group it stands in, and no more points than a page can use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shardproof.report.read import Run
+
+# Groups in the order of the page. A metric belongs to the first group that has its name or its first part.
+GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("Reward and completions", ("reward", "completion", "prompts")),
+    ("Evaluation", ("eval",)),
+    (
+        "Optimisation",
+        (
+            "loss",
+            "kl",
+            "grad_norm",
+            "entropy",
+            "clip_fraction",
+            "lr",
+            "value",
+            "router",
+            "updates",
+            "skipped",
+        ),
+    ),
+    ("Engine match", ("canary", "mismatch", "ratio", "nucleus", "version", "lag")),
+    ("Time", ("tokens_per_s", "time")),
+    ("Memory", ("memory",)),
+)
+OTHER = "Other"
+# These share the axes of the quantity's mean. Extremes do not: one outlier would flatten the other curves.
+STATISTICS = ("mean", "median", "std", "group_std")
+FIRST_METRICS = ("reward/mean", "eval/reward", "kl/mean", "loss/policy", "grad_norm", "tokens_per_s")
+ALWAYS_SHOWN = ("reward/mean", "eval/reward")  # a flat line of these is news
+ERROR_SUFFIX = "_se"  # `NAME_se` is the standard error of `NAME`, drawn as a band around it
+MAX_POINTS = 2000
+
+Values = list[float | None]
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One metric of one run: the places in the run's steps where it has a value, and the values."""
+
+    places: list[int]
+    values: Values
+
+
+def curves_of(run: Run) -> dict[str, Curve]:
+    """Every metric of a run by name."""
+    curves: dict[str, Curve] = {}
+    for place, metrics in enumerate(run.metrics):
+        for name, value in metrics.items():
+            curve = curves.get(name)
+            if curve is None:
+                curve = curves[name] = Curve([], [])
+            curve.places.append(place)
+            curve.values.append(value)
+    return curves
+
+
+def charts_of(runs: Sequence[Run]) -> dict[str, Any]:
+    """The charts in the order of the page, the metrics that never changed, and how many points were left out."""
+    curves = [curves_of(run) for run in runs]
+    names = list(dict.fromkeys(name for each in curves for name in each))
+    bands = {name: f"{name}{ERROR_SUFFIX}" for name in names if f"{name}{ERROR_SUFFIX}" in names}
+    shown = [name for name in names if name not in bands.values()]
+    constant = {name: value for name in shown if (value := _constant(name, curves)) is not None}
+    aliases = _duplicates([name for name in sorted(shown, key=_order) if name not in constant], curves)
+    charts: dict[str, dict[str, Any]] = {}
+    for name, others in aliases.items():
+        quantity, _, statistic = name.rpartition("/")
+        # With several runs a chart has a curve per run, and one statistic.
+        shared = len(runs) == 1 and statistic in STATISTICS and f"{quantity}/mean" in aliases
+        title = f"{quantity}/mean" if shared else name
+        chart = charts.setdefault(title, {"title": title, "group": group_of(title), "same": [], "series": []})
+        chart["same"] += others
+        for number, each in enumerate(curves):
+            if name in each:
+                band = each.get(bands[name]) if name in bands else None
+                chart["series"].append(
+                    {"run": number, "name": name, **_series(each[name], band, runs[number])}
+                )
+    order = [title for title, _ in GROUPS] + [OTHER]
+    return {
+        "groups": [group for group in order if any(chart["group"] == group for chart in charts.values())],
+        "charts": sorted(charts.values(), key=lambda chart: order.index(chart["group"])),
+        "constant": [{"name": name, "value": value[0]} for name, value in sorted(constant.items())],
+        "thinned": any(series["thinned"] for chart in charts.values() for series in chart["series"]),
+        "max_points": MAX_POINTS,
+    }
+
+
+def group_of(name: str) -> str:
+    """The title of the group that a metric's chart stands in."""
+    first = name.split("/")[0]
+    for title, members in GROUPS:
+        if name in members or first in members:
+            return title
+    if first.endswith(("_s", "_seconds")):
+        return "Time"
+    return "Memory" if first.endswith(("_bytes", "_gib", "_mib")) else OTHER
+
+
+def _order(name: str) -> tuple[int, str]:
+    return (FIRST_METRICS.index(name) if name in FIRST_METRICS else len(FIRST_METRICS), name)
+
+
+def _constant(name: str, curves: Sequence[dict[str, Curve]]) -> tuple[float | None] | None:
+    """(the one value that a metric has at every step of every run,), or None if it changes or is seen once only."""
+    values = [value for each in curves if name in each for value in each[name].values]
+    if name in ALWAYS_SHOWN or len(values) < 2 or any(value != values[0] for value in values):
+        return None
+    return (values[0],)
+
+
+def _duplicates(names: Iterable[str], curves: Sequence[dict[str, Curve]]) -> dict[str, list[str]]:
+    """Each metric with the later ones that have the same values at the same steps in every run."""
+    kept: dict[str, list[str]] = {}
+    by_content: dict[tuple[Any, ...], str] = {}
+    for name in names:
+        found = [each.get(name) for each in curves]
+        content = tuple(
+            (tuple(curve.places), tuple(curve.values)) if curve is not None else None for curve in found
+        )
+        first = by_content.setdefault(content, name)
+        # One point says little about a curve: two metrics may agree in it by chance.
+        if first == name or all(curve is None or len(curve.places) < 2 for curve in found):
+            kept[name] = []
+        else:
+            kept[first].append(name)
+    return kept
+
+
+def _series(curve: Curve, band: Curve | None, run: Run) -> dict[str, Any]:
+    places = thin(curve.values)
+    steps = [curve.places[place] for place in places]
+    series: dict[str, Any] = {
+        "values": [_short(curve.values[place]) for place in places],
+        "missing": sum(value is None for value in curve.values),
+        "thinned": len(places) < len(curve.values),
+    }
+    if len(steps) != len(run.steps):  # places of all steps need not be said
+        series["places"] = [after - before for before, after in zip([0, *steps], steps)]
+    if band is not None:
+        errors = dict(zip(band.places, band.values))
+        series["band"] = [_short(errors.get(step)) for step in steps]
+    return series
+
+
+def thin(values: Values, limit: int = MAX_POINTS) -> list[int]:
+    """The places to draw: all of them, or the smallest, the largest and a missing value of each of `limit / 2` buckets."""
+    if len(values) <= limit:
+        return list(range(len(values)))
+    num_buckets = limit // 2
+    chosen = {0, len(values) - 1}
+    for bucket in range(num_buckets):
+        begin, end = (len(values) * edge // num_buckets for edge in (bucket, bucket + 1))
+        known = [(value, begin + place) for place, value in enumerate(values[begin:end]) if value is not None]
+        if known:
+            chosen |= {min(known)[1], max(known)[1]}
+        if len(known) < end - begin:
+            chosen.add(begin + values[begin:end].index(None))
+    return sorted(chosen)
+
+
+def _short(value: float | None) -> float | int | None:
+    """Six digits are more than a curve shows, and half the bytes of seventeen."""
+    if value is None:
+        return None
+    short = float(f"{value:.6g}")
+    return int(short) if short.is_integer() and abs(short) < 1e15 else short

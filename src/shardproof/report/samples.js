@@ -1,0 +1,58 @@
+function rewardPill(value, [low, high]) {
+  const share = Number.isFinite(value) && high > low ? (value - low) / (high - low) : 0.5;
+  const tone = share >= 0.99 && high > low ? "good" : share <= 0.01 && high > low ? "bad" : "middle";
+  return make("span", { class: `reward ${tone}` }, value === null ? "failed" : format(value));
+}
+function completion(sample, bounds) {
+  return make("li", { class: "completion" },
+    make("div", { class: "scores" }, rewardPill(sample.reward, bounds),
+      sample.advantage !== null ? make("small", { title: "how much better than its group this completion counts" }, `advantage ${sample.advantage > 0 ? "+" : ""}${format(sample.advantage)}`) : null,
+      sample.parts.length > 1 || (sample.parts.length && sample.parts[0][1] !== sample.reward) ? sample.parts.map(([name, value]) => make("small", {}, `${name} ${format(value)}`)) : null),
+    make("div", { class: "text" }, sample.completion || make("span", { class: "dim" }, "(empty)")));
+}
+function groupCard(group, bounds) {
+  const num = group.samples.length, size = Math.max(num, group.rewards.length);
+  const known = group.rewards.filter(value => value !== null);
+  const mean = known.length ? known.reduce((a, b) => a + b, 0) / known.length : null;
+  return make("article", { class: "card sample-group" },
+    make("h4", {}, "Prompt"), make("div", { class: "text" }, group.prompt),
+    group.answer !== null ? [make("h4", {}, "Expected answer"), make("div", { class: "text answer" }, group.answer)] : null,
+    make("h4", {}, num < size ? `${num} of ${plural(size, "completion")}` : plural(num, "completion")),
+    group.rewards.length > 1 ? make("p", { class: "group-rewards" }, make("small", {}, `rewards of the group (mean ${format(mean)}): `), group.rewards.map(value => rewardPill(value, bounds))) : null,
+    make("ol", {}, group.samples.map(sample => completion(sample, bounds))));
+}
+const stepCards = (step, bounds) => step.groups.map(group => groupCard(group, bounds));
+
+function samplesSection(run) {
+  const { samples } = run, steps = samples.steps;
+  if (!steps.length) return section("samples", "Samples", make("p", { class: "none" }, "No samples were recorded."));
+  const bounds = extent(steps.map(step => step.groups.flatMap(group => group.samples.map(sample => sample.reward)))) || [0, 1];
+  const body = make("div", { id: "sample-body" });
+  const found = steps.findIndex(step => step.step === state.sampleStep);
+  let at = found < 0 ? steps.length - 1 : found;
+  const slider = make("input", { type: "range", id: "sample-step", min: "0", max: String(steps.length - 1), value: String(at), "aria-label": "step of the samples", oninput: () => go(Number(slider.value)) });
+  const where = make("output", { for: "sample-step" });
+  const before = make("button", { type: "button", "aria-label": "previous step", onclick: () => go(at - 1) }, "‹");
+  const after = make("button", { type: "button", "aria-label": "next step", onclick: () => go(at + 1) }, "›");
+  const byStep = make("span", { class: "by-step" }, before, slider, after, where);
+  const view = (value, text) => make("label", {}, make("input", { type: "radio", name: "sample-view", value, checked: state.sampleView === value, onchange: () => { state.sampleView = value; render(); } }), text);
+  function go(to) {
+    at = Math.min(Math.max(to, 0), steps.length - 1);
+    state.sampleStep = at === steps.length - 1 ? null : steps[at].step;  // at the end, a live page stays at the newest
+    render();
+  }
+  function render() {
+    const words = `step ${steps[at].step}`;
+    slider.value = String(at);
+    slider.setAttribute("aria-valuetext", words);
+    where.textContent = words;
+    [before.disabled, after.disabled] = [at === 0, at === steps.length - 1];
+    byStep.hidden = state.sampleView !== "step";
+    const column = step => make("div", { class: "column" }, make("h3", {}, `Step ${step.step}`), stepCards(step, bounds));
+    body.replaceChildren(...(state.sampleView === "step" ? [make("div", { class: "cards" }, stepCards(steps[at], bounds))]
+      : [make("div", { class: "columns" }, column(steps[0]), column(steps[steps.length - 1]))]));
+  }
+  render();
+  const left = samples.num_steps > steps.length ? make("p", { class: "note" }, `The page has ${steps.length} of ${samples.num_steps.toLocaleString("en")} steps with samples; samples.jsonl has them all.`) : null;
+  return section("samples", "Samples", make("div", { class: "bar", role: "group", "aria-label": "which samples" }, view("step", "by step"), view("ends", "first against last"), byStep), body, left);
+}
