@@ -29,7 +29,7 @@ export TRANSFORMERS_VERBOSITY := error
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 
 .DEFAULT_GOAL := test
-.PHONY: setup vllm demo browser lint test-core test-runs test-vllm test format clean
+.PHONY: setup vllm demo browser lint docs test-core test-runs test-docs test-vllm test format clean
 
 setup: $(STAMP)
 
@@ -81,15 +81,23 @@ test-runs: $(STAMP) browser
 	$(PYTEST) -m 'not alone' $(RUNS)
 	$(BIN)/python -m pytest -q -m alone tests/doctor $(PYTEST_ARGS)
 
+# The documentation: built as a site, its reference pages compared with the source, its code blocks run.
+test-docs: $(STAMP) browser
+	$(PYTEST) tests/docs
+
 test-vllm: $(VLLM_STAMP)
 	$(PYTEST) -n 2 tests/rollout/vllm
 
-test: lint test-core test-runs $(EXTRA_STAGES)
+test: lint test-core test-runs test-docs $(EXTRA_STAGES)
+
+# The documentation as a site, in site/. A broken link ends the build.
+docs: $(STAMP)
+	$(BIN)/python scripts/build_site.py
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf build dist out src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf build dist out site .cache src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
