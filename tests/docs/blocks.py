@@ -8,7 +8,6 @@ A page is a story that is told in one folder, from its first block to its last:
 
 Comments that readers of the page do not see say the rest:
 
-    <!-- given: policy, optimizer -->        names that the blocks below use and the page does not make
     <!-- ranks: 2 -->                        the page runs on so many ranks
     <!-- not run: needs a GPU -->            the next block is only parsed, for one of REASONS
 """
@@ -30,7 +29,7 @@ SHOWN = ("", "text")  # what a program prints: nothing to run
 RUN = ("python", "bash", "toml", "json")
 
 _FENCE = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
-_COMMENT = re.compile(r"<!--\s*(given|ranks|not run):\s*(.*?)\s*-->")
+_COMMENT = re.compile(r"<!--\s*(ranks|not run):\s*(.*?)\s*-->")
 _SAVED = re.compile(r"[Ss]ave\s[\w\s]*\bas\s+`([\w./-]+)`")
 
 
@@ -51,7 +50,6 @@ class Page:
 
     path: Path
     blocks: list[Block] = field(default_factory=list)
-    given: list[str] = field(default_factory=list)
     ranks: int = 1
 
 
@@ -61,7 +59,6 @@ def read_page(path: Path) -> Page:
     for fence in _FENCE.finditer(text):
         between, end = text[end : fence.start()], fence.end()
         comments = dict(_COMMENT.findall(between))
-        page.given += [name for name in re.split(r",\s*", comments.get("given", "")) if name]
         page.ranks = int(comments.get("ranks", page.ranks))
         if fence[2] in SHOWN:
             continue

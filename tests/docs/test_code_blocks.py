@@ -17,7 +17,7 @@ import pytest
 
 from tests.docs import shell
 from tests.docs.blocks import REASONS, RUN, Block, Page, read_page
-from tests.ranks import run_ranks
+from tests.ranks import RankError, run_ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -33,14 +33,10 @@ def tell(page: Page, folder: str) -> list[str]:
     """Run a page from its first block to its last; returns what was done with each of them."""
     import torch.distributed as dist
 
-    from tests.docs.given import give
-
     rank, done, before = dist.get_rank(), [], os.getcwd()
     os.chdir(folder)
     sys.path.insert(0, folder)
     space: dict[str, Any] = {"__name__": "page"}  # what a block guards by __main__ is for its reader to start
-    for name in page.given:
-        give(space, name)
     try:
         for block in page.blocks:
             place = f"{page.path.name}:{block.line}"
@@ -73,8 +69,7 @@ def do(block: Block, space: dict[str, Any], place: str, rank: int) -> str:
     elif block.language == "toml":
         do_toml(block.code, place)
     elif block.language == "json":
-        for line in block.code.splitlines():
-            json.loads(line)
+        do_json(block.code)
     return "ran" if run else str(block.not_run)
 
 
@@ -111,14 +106,29 @@ def do_toml(code: str, place: str) -> None:
     parse_recipe(data, place)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.path.name)
-def test_the_blocks_of_a_page_run(page, tmp_path):
+def do_json(code: str) -> None:
+    """Parse a document, the lines of a file of rows, or the inside of an object."""
+    for reading in ([code], code.splitlines(), [f"{{{code}}}"]):
+        with contextlib.suppress(ValueError):
+            for text in reading:
+                json.loads(text)
+            return
+    raise ValueError("neither JSON, nor lines of JSON, nor keys of an object")
+
+
+@pytest.fixture
+def folder(tmp_path) -> str:
+    """Where the reader of a page is: beside the clone's folders and a recipe, unless the page has its own."""
     for name in ("recipes", "scripts", "tests", "docs"):
         (tmp_path / name).symlink_to(ROOT / name)
-    # The recipe of a reader, unless the page has one: that of the demo, whose paths are relative to its folder.
     recipe = (ROOT / "recipes" / "tiny.toml").read_text()
     (tmp_path / "recipe.toml").write_text(recipe.replace('"tiny/', '"recipes/tiny/'))
-    done = run_ranks(page.ranks, tell, page, str(tmp_path))[0]
+    return str(tmp_path)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.path.name)
+def test_the_blocks_of_a_page_run(page, folder):
+    done = run_ranks(page.ranks, tell, page, folder)[0]
     assert len(done) == len(page.blocks)
     expected = Counter("ran" if block.not_run is None else block.not_run for block in page.blocks)
     assert Counter(done) == expected
@@ -129,6 +139,34 @@ def test_a_block_that_does_not_run_says_why(page):
     for block in page.blocks:
         assert block.language in RUN, f"{page.path.name}:{block.line}: what is {block.language!r}?"
         assert block.not_run in (None, *REASONS), f"{page.path.name}:{block.line}: {block.not_run!r}"
+
+
+BROKEN = {
+    "python\nassert 1 == 2": "AssertionError",
+    "python\n>>> 1 + 1\n3": "Expected",
+    "toml\n[train]\nstep = 3": "did you mean 'train.steps'",
+    'toml\n[output]\nkeep = "all"': "output.keep",
+    "json\n{": "neither JSON",
+    "bash\nshardproof train recipe.toml --dry": "--dry",
+    "bash\nshardproof train recipe.toml train.step=3 --dry-run": "did you mean 'train.steps'",
+    "bash\nshardproof train no.toml": "no.toml",
+    "bash\nshardproof train recipe.toml data.train=recipe.toml": "exit code 2",
+    "bash\nshardproof dotcor MODEL": "dotcor",
+    "bash\nmake dmeo": "dmeo",
+    "bash\npip install 'shardproof[everything]'": "everything",
+    "bash\ntorchrun --nproc 2 -m shardproof train recipe.toml": "--nproc",
+    "bash\nif true": "syntax error",
+}
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize(("block", "named"), BROKEN.items(), ids=lambda text: text.splitlines()[-1])
+def test_a_broken_block_is_named_with_its_line(block, named, folder, tmp_path):
+    (tmp_path / "page.md").write_text(f"# Page\n\n```{block}\n```\n")
+    with pytest.raises(RankError) as caught:
+        run_ranks(1, tell, read_page(tmp_path / "page.md"), folder)
+    (_, message, _) = caught.value.errors[0]
+    assert message.startswith("page.md:3: ") and named in message, message
 
 
 def test_most_blocks_run():
