@@ -166,7 +166,7 @@ def test_key_numbers(tab, tmp_path):
     assert values["Held-out reward"] == "0.625 ± 0.062 → 0.75 ± 0.031"
     assert values["Tokens per second"] == "15,004" and values["Time per step"] == "20 s"
     split = values["Where the time went"]
-    assert split == "Rollout 50%Waiting for rewards 10%Update 30%Other parts of steps 10%"
+    assert split == "Rollout 50%Waiting for rewards 10%Update 30%Other parts of steps 10%Checkpoints 0.3%"
     assert "change +0.125 ± 0.07" in tab.texts("#numbers .more")[1]
 
 
@@ -186,7 +186,7 @@ def test_charts_are_grouped_and_say_each_thing_once(tab, tmp_path):
     constants = "Constant: lr 1.00e-4, time/reward 2, time/rollout 12, time/step 20, time/update 6"
     assert tab.text(".constants") == constants
     assert tab.count("figure[data-chart='eval/reward'] .band") == 1
-    assert captions(tab)["eval/reward"].endswith("0.75 ± 0.03125")
+    assert captions(tab)["eval/reward"].endswith("0.75 ± 0.031")
 
 
 def test_the_crosshair_shows_the_values_at_a_step(tab, tmp_path):
@@ -203,7 +203,7 @@ def test_a_pointer_over_one_chart_moves_the_crosshair_of_all(tab, tmp_path):
     box = tab.box("[data-chart='eval/reward'] svg")
     # Three quarters along an axis that is inset by 52 and 10 pixels, over the chart with steps 4 and 8 only.
     tab.mouse("mouseMoved", box["x"] + 52 + (box["width"] - 62) * 0.75, box["y"] + 50)
-    assert captions(tab)["eval/reward"] == "eval/rewardstep 8 0.75 ± 0.03125"
+    assert captions(tab)["eval/reward"] == "eval/rewardstep 8 0.75 ± 0.031"
     assert captions(tab)["kl/mean"] == "kl/meanstep 8 0.008"
 
 

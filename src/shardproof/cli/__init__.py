@@ -14,10 +14,13 @@ import typer
 from shardproof import __version__
 from shardproof.cli.train import train
 from shardproof.doctor.commands import CountingCommand, doctor, estimate
+from shardproof.report.commands import report, watch
 from shardproof.text import sanitise_logging
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 app.command()(train)
+app.command()(report)
+app.command()(watch)
 app.command(cls=CountingCommand)(doctor)
 app.command(cls=CountingCommand)(estimate)
 

@@ -198,7 +198,7 @@ function show(at) {
       const value = place === null ? undefined : series.values[place];
       const smooth = place !== null && series.smoothValues ? ` (smoothed ${format(series.smoothValues[place])})` : "";
       series.readout.textContent = format(value) + (Number.isFinite(value) ? smooth : "")
-        + (series.band && place !== null && series.band[place] ? ` ± ${format(series.band[place])}` : "");
+        + (series.band && place !== null && series.band[place] ? ` ± ${Number(series.band[place].toPrecision(2))}` : "");
       if (at !== null && Number.isFinite(value) && view.shows(value))
         marks.push(draw("circle", { class: `dot s${series.tone % 8}`, cx: view.x(xs[index][place]), cy: view.y(value), r: 4 }));
     }

@@ -11,9 +11,10 @@ function strip(group) {
     const failed = part.filter(entry => !entry.passed).length, [first, last] = [part[0], part[part.length - 1]];
     const where = first.rank !== undefined ? `rank ${first.rank}` : first.step === last.step ? `step ${first.step}` : `steps ${first.step} to ${last.step}`;
     const gap = part.length === 1 && Number.isFinite(first.gap) ? `, canary gap ${format(first.gap)}` : "";
-    return make("i", { class: failed ? "bad" : "good", title: `${where}: ${failed ? `${failed} failed` : "passed"}${gap}` });
+    const ranks = num <= 8 && first.rank !== undefined;
+    return make(ranks ? "b" : "i", { class: failed ? "bad" : "good", title: `${where}: ${failed ? `${failed} failed` : "passed"}${gap}` }, ranks ? where : null);
   });
-  return make("span", { class: "strip", role: "img", "aria-label": `${group.num - group.failed} of ${group.num} passed` }, ticks);
+  return make("span", { class: num > 60 ? "strip many" : "strip", role: "img", "aria-label": `${group.num - group.failed} of ${group.num} passed` }, ticks);
 }
 function groupTitle(group) {
   return group.role ? `${group.title} · ${group.role}` : group.title;

@@ -96,12 +96,16 @@ class RunReader:
         names = (METRICS_NAME, SAMPLES_NAME, EVENTS_NAME, CONFIG_NAME, FACTS_NAME)
         return " ".join(_stamp(self.folder / name) for name in names)
 
+    def age_s(self, now: float) -> float | None:
+        """The seconds since the newest line was written; None if there is none."""
+        written = [_modified(self.folder / name) for name in (METRICS_NAME, EVENTS_NAME, FACTS_NAME)]
+        newest = max((each for each in written if each is not None), default=None)
+        return None if newest is None else max(0.0, now - newest)
+
     def read(self, now: float | None = None) -> Run:
         """The folder's content. `now` is the time that ages are measured against; None leaves the age out."""
         notes: list[str] = []
         steps = _merge_steps(self._metrics.read(notes))
-        written = [_modified(self.folder / name) for name in (METRICS_NAME, EVENTS_NAME, FACTS_NAME)]
-        newest = max((each for each in written if each is not None), default=None)
         return Run(
             self.folder.resolve().name,
             [step["step"] for step in steps],
@@ -112,7 +116,7 @@ class RunReader:
             _read_object(self.folder / CONFIG_NAME, notes),
             _read_object(self.folder / FACTS_NAME, notes),
             notes,
-            None if now is None or newest is None else max(0.0, now - newest),
+            None if now is None else self.age_s(now),
         )
 
 

@@ -68,10 +68,10 @@ def numbers_of(run: Run) -> list[dict[str, str]]:
 
 
 def time_split(run: Run) -> list[dict[str, Any]]:
-    """Where the seconds of a run went, largest parts of a step first as they follow each other."""
+    """Where the seconds of a run went: the parts of a step in their order, then what stands between steps."""
     total = {
         name: sum(value for _, value in _points(run, f"time/{name}"))
-        for name in ("step", "rollout", "reward", "update", "sync")
+        for name in ("step", "rollout", "reward", "update", "sync", "evaluation")
     }
     if not total["step"]:
         return []
@@ -82,9 +82,16 @@ def time_split(run: Run) -> list[dict[str, Any]]:
         ("Update", total["update"]),
         ("Weight sync", total["sync"]),
     ]
-    rest = total["step"] - sum(seconds for _, seconds in parts)
-    outside = (_duration(run) or 0.0) - total["step"]
-    parts += [("Other parts of steps", rest), ("Evaluation, checkpoints", outside)]
+    saving = sum(
+        finite(event.get("seconds")) or 0.0 for event in run.events if event.get("proof") == "checkpoint"
+    )
+    outside = (_duration(run) or 0.0) - total["step"] - total["evaluation"] - saving
+    parts += [
+        ("Other parts of steps", total["step"] - sum(seconds for _, seconds in parts)),
+        ("Evaluation", total["evaluation"]),
+        ("Checkpoints", saving),
+        ("Between steps", outside),
+    ]
     return [{"name": name, "seconds": round(seconds, 3)} for name, seconds in parts if seconds > 0]
 
 
@@ -166,12 +173,12 @@ def _change(run: Run, label: str, name: str) -> dict[str, str] | None:
     value = f"{_with_error(first, errors.get(first_step))} → {_with_error(last, errors.get(last_step))}"
     more = f"step {first_step} → {last_step}, change {last - first:+.3g}"
     if first_step in errors and last_step in errors:
-        more += f" ± {math.hypot(errors[first_step], errors[last_step]):.2g}"
+        more += f"\u00a0±\u00a0{math.hypot(errors[first_step], errors[last_step]):.2g}"
     return {"label": label, "value": value, "more": more}
 
 
 def _with_error(value: float, error: float | None) -> str:
-    return f"{value:.3g}" if error is None else f"{value:.3g} ± {error:.2g}"
+    return f"{value:.3g}" if error is None else f"{value:.3g}\u00a0±\u00a0{error:.2g}"
 
 
 def _plain(value: Any) -> str:
