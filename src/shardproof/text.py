@@ -1,4 +1,4 @@
-"""Foreign text on its way to a terminal."""
+"""Text on its way to a terminal: what others wrote, and durations."""
 
 from __future__ import annotations
 
@@ -21,6 +21,18 @@ def printable(text: object, limit: int | None = None) -> str:
     if shown.isprintable() and shown.isascii():
         return shown
     return "".join(_escaped(character) for character in shown)
+
+
+def duration(seconds: float) -> str:
+    """A duration in the units that people use: 0.4 s, 57 s, 12 min 5 s, 3 h 20 min."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
 class _PrintableRecord(logging.LogRecord):

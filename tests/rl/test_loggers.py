@@ -1,15 +1,12 @@
 """Where numbers go: the lines of a resumed run, and what is shown while a run goes on."""
 
-import contextlib
 import json
-import os
-import pty
-import re
-import sys
+import logging
 
 import pytest
 
 from shardproof.rl.loggers import JsonLines, Progress, read_lines, supersede
+from shardproof.terminal import Bar
 
 METRICS = {
     "reward/mean": 0.5,
@@ -64,41 +61,28 @@ def test_a_history_is_in_one_of_the_files_at_every_instant(tmp_path, monkeypatch
     assert path.read_text().splitlines() == lines
 
 
-def test_a_terminal_that_is_gone_does_not_end_a_run(monkeypatch):
-    with contextlib.suppress(OSError), open("/dev/full", "w") as full:  # closing it fails too
-        monkeypatch.setattr(sys, "stderr", full)
-        try:
-            Progress(num_steps=10, first_step=4).log(5, METRICS)
-        except OSError as error:
-            pytest.fail(f"the run would end with {error}")
-
-
-def test_without_a_terminal_each_step_is_a_line(capsys):
-    progress = Progress(num_steps=10, first_step=4)
-    progress.log(5, METRICS)
-    progress.close()
-    line = capsys.readouterr().err
-    assert line.startswith(f"step 5/10  {SHOWN}  left ")
-
-
-def read_all(terminal):
-    """What was written to a terminal that is closed on the other side; one read may give a part of it."""
-    parts = []
-    with contextlib.suppress(OSError):
-        while part := os.read(terminal, 65536):
-            parts.append(part)
-    return b"".join(parts)
-
-
-def test_on_a_terminal_one_line_is_redrawn(monkeypatch):
-    ours, theirs = pty.openpty()
-    monkeypatch.setenv("COLUMNS", "140")
-    with open(theirs, "w") as terminal:
-        monkeypatch.setattr(sys, "stderr", terminal)
+def reported(caplog, *steps):
+    """The log records of a run of ten steps that goes on from step 4, and of these steps."""
+    with caplog.at_level(logging.INFO, "shardproof.rl.loggers"):
         progress = Progress(num_steps=10, first_step=4)
-        progress.log(5, METRICS)
+        for step, metrics in steps:
+            progress.log(step, metrics)
         progress.close()
-    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", read_all(ours).decode())
-    os.close(ours)
-    last = text.rstrip().splitlines()[-1].split("\r")[-1]
-    assert "5/10" in last and SHOWN in last, text
+    return caplog.records
+
+
+def test_each_step_is_reported_with_how_far_the_run_is(caplog):
+    first, step, last = reported(caplog, (5, METRICS))
+    assert first.getMessage() == "training: steps 5 to 10"
+    assert step.getMessage().startswith(f"step 5/10  {SHOWN}  left ")
+    assert step.bar == Bar("step", 5, 10, SHOWN)
+    assert last.bar.ended and last.getMessage().startswith("trained steps 5 to 5 in ")
+
+
+def test_an_evaluation_is_reported_with_its_standard_error(caplog):
+    found = {"eval/reward": 0.70833, "eval/reward_se": 0.0948}
+    _, _, line, _ = reported(caplog, (5, METRICS | found))
+    assert line.getMessage() == "evaluation after step 5: held-out reward 0.708 ± 0.095"
+    caplog.clear()
+    _, line = reported(caplog, (0, {"eval/loss": 1.25}))  # an evaluation before the first step is no step
+    assert line.getMessage() == "evaluation before the first step: held-out loss 1.2500"

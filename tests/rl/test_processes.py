@@ -92,7 +92,7 @@ def test_sigterm_and_ctrl_c_save_and_stop_and_the_same_command_goes_on(tmp_path,
     wait_for_step(process, tmp_path, 3)
     process.send_signal(signal.SIGTERM)
     code, output = finish(process)
-    assert code == 128 + signal.SIGTERM and "the same command goes on" in output, output
+    assert code == 128 + signal.SIGTERM and "rerun the same command to resume" in output, output
     stopped_at = len(lines(tmp_path / "metrics.jsonl"))
     assert 3 <= stopped_at < STEPS
     assert (tmp_path / "checkpoints" / f"step-{stopped_at:08d}").is_dir(), "nothing was lost"

@@ -2,39 +2,57 @@
 
 from __future__ import annotations
 
-import sys
+import json
+import logging
 from typing import TYPE_CHECKING
 
 from shardproof.cli.options import UNUSABLE, Options
 from shardproof.cli.readiness import count_ranks, look_ahead
 from shardproof.errors import ShardproofError
+from shardproof.terminal import Terminal
 
 if TYPE_CHECKING:
     from shardproof.config.schema import Recipe
 
+logger = logging.getLogger(__name__)
 
-def dry_run(recipe: Recipe, options: Options) -> None:
-    """Print the resolved recipe, then everything that would stop its start. Nothing is written."""
-    from shardproof.config.load import to_json
+
+def dry_run(recipe: Recipe, options: Options, terminal: Terminal) -> None:
+    """Show what would start, then everything that would stop it, then the verdict. Nothing is written."""
     from shardproof.dist.launch import node_range
     from shardproof.rl.checks import check_inputs, check_model
     from shardproof.rl.place import check_content, check_folder
     from shardproof.rl.same_run import Resume
 
-    print(to_json(recipe), flush=True)
+    logger.info("checking this machine ...")
     num_nodes, num_ranks = node_range(options.nnodes)[0], count_ranks(recipe)
     resume = Resume(options.allow, options.from_step)
     findings = look_ahead(recipe, options)
-    summary = ""
+    facts = [f"{num_nodes} x {num_ranks} ranks" if num_nodes > 1 else f"{num_ranks} ranks"]
     try:
+        logger.info("reading the data ...")
         inputs = check_inputs(recipe)
-        summary = f"{len(inputs.prompts)} prompts, {len(inputs.held_out)} held out; "
+        facts = [f"{len(inputs.prompts)} prompts, {len(inputs.held_out)} held out", *facts]
+        logger.info("comparing the model's files with its config ...")
         check_model(recipe, inputs.config, num_nodes * num_ranks)
         state = check_folder(recipe, resume)
         check_content(state, recipe, inputs.prompts, inputs.held_out, resume)
     except ShardproofError as error:
         findings += [finding for finding in error.findings if finding not in findings]
+    terminal.pause()
+    for line in _changed(recipe):
+        logger.info("%s", line)
     if findings:
-        print(*findings, sep="\n", file=sys.stderr)
+        terminal.show("\n".join(map(str, findings)))
         raise SystemExit(UNUSABLE)
-    print(f"{summary}{num_nodes} x {num_ranks} ranks; nothing is wrong", file=sys.stderr)
+    terminal.show(f"{'; '.join(facts)}; nothing is wrong")
+
+
+def _changed(recipe: Recipe) -> list[str]:
+    """The settings that are not at their defaults, one per line."""
+    from shardproof.config.defaults import differences_from_defaults
+
+    changed = differences_from_defaults(recipe).items()
+    return ["settings that differ from their defaults:"] + [
+        f"  {key} = {json.dumps(each['value'])}" for key, each in changed
+    ]

@@ -7,21 +7,44 @@ import os
 import shlex
 import signal
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
+from shardproof.cli.footer import Part
 from shardproof.cli.options import EXPLAINED, UNUSABLE, Options, exit_code_of
 from shardproof.cli.readiness import count_ranks
 from shardproof.errors import ShardproofError
-from shardproof.text import printable, sanitise_logging
+from shardproof.terminal import LIBRARIES, Terminal, attached
+from shardproof.text import sanitise_logging
 
 if TYPE_CHECKING:
     from shardproof.config.schema import Recipe
 
-_STOPPED = "stopped by a signal; the same command goes on"
+logger = logging.getLogger(__name__)
+
+_SIGNALLED = 128  # a shell's exit codes for signals begin above it
 
 
-def launch(recipe: Recipe, options: Options) -> None:
-    """Start this node's ranks. Signals reach them through the agent, which waits until they have saved."""
+def launch(recipe: Recipe, options: Options, terminal: Terminal) -> None:
+    """Start this node's ranks and end with the footer of the run.
+
+    Signals reach the ranks through the agent, which waits until they have saved.
+    """
+    num_ranks = count_ranks(recipe)
+    part = Part.begin(recipe)
+    logger.info("starting %d rank%s ...", num_ranks, "s" * (num_ranks > 1))
+    terminal.pause()  # rank 0 draws from here on
+    code = start_and_wait(recipe, options, num_ranks, run_rank)
+    for line in part.footer(interrupted=code > _SIGNALLED):
+        terminal.show(line)
+    if code:
+        raise SystemExit(code)
+
+
+def start_and_wait(
+    recipe: Recipe, options: Options, num_ranks: int, function: Callable[[str, Options], Any]
+) -> int:
+    """The exit code of the ranks, once they have ended. Each calls `function` with the recipe as JSON."""
     from torch.distributed.elastic.multiprocessing import SignalException
 
     from shardproof.config.load import to_json
@@ -33,10 +56,10 @@ def launch(recipe: Recipe, options: Options) -> None:
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").addFilter(_is_unexplained)
     try:
         start_ranks(
-            run_rank,
+            function,
             to_json(recipe),
             options,
-            num_ranks=count_ranks(recipe),
+            num_ranks=num_ranks,
             nnodes=options.nnodes,
             rdzv_endpoint=options.rdzv_endpoint,
             rdzv_id=options.rdzv_id,
@@ -46,17 +69,15 @@ def launch(recipe: Recipe, options: Options) -> None:
             loopback_only=not recipe.rollout.vllm.allow_remote,
         )
     except SignalException as error:
-        print(_STOPPED, file=sys.stderr)
-        raise SystemExit(128 + error.sigval) from None
+        return _SIGNALLED + error.sigval
     except RanksKilled:
-        print("interrupted again; the same command goes on from the last checkpoint", file=sys.stderr)
-        raise SystemExit(128 + signal.SIGINT) from None
+        logger.warning("interrupted again: the ranks were killed before they could save")
+        return _SIGNALLED + signal.SIGINT
     except RankFailed as error:
-        if error.exit_code in STOP_EXIT_CODES:  # a signal to a rank, or to another node
-            print(_STOPPED, file=sys.stderr)
-        elif error.exit_code not in EXPLAINED:
-            print(printable(f"rank {error.rank} failed with {error}"), file=sys.stderr)
-        raise SystemExit(error.exit_code if error.exit_code > 0 else 1) from None
+        if error.exit_code not in (*EXPLAINED, *STOP_EXIT_CODES):
+            logger.error("rank %d failed with %s", error.rank, error)
+        return error.exit_code if error.exit_code > 0 else 1
+    return 0
 
 
 def _is_unexplained(record: logging.LogRecord) -> bool:
@@ -66,9 +87,38 @@ def _is_unexplained(record: logging.LogRecord) -> bool:
     return not any(f"(exitcode: {code})" in record.getMessage() for code in (*EXPLAINED, *STOP_EXIT_CODES))
 
 
+def run_under_torchrun(recipe: Recipe, options: Options, terminal: Terminal) -> None:
+    """Run the rank that this process is, and end with the footer of the run on rank 0."""
+    from shardproof.config.load import to_json
+
+    part, code = Part.begin(recipe), 0
+    try:
+        run_attached(to_json(recipe), options, terminal)
+    except SystemExit as end:
+        code = int(end.code or 0)
+        raise
+    finally:
+        for line in part.footer(interrupted=code > _SIGNALLED) if os.environ["RANK"] == "0" else ():
+            terminal.show(line)
+
+
 def run_rank(recipe_json: str, options: Options) -> dict[str, float]:
     """One rank's run; returns the last step's metrics."""
     sanitise_logging()
+    with attached(options.quiet, rank=int(os.environ.get("RANK", "0"))) as terminal:
+        return run_attached(recipe_json, options, terminal)
+
+
+def run_attached(
+    recipe_json: str,
+    options: Options,
+    terminal: Terminal,
+    first: Callable[[Recipe, Terminal], None] | None = None,
+) -> dict[str, float]:
+    """One rank's run, in a process whose terminal is attached. `first` is called before it, on every rank."""
+    # The loop reports each step, with its rewards; the trainer's own line per update would repeat it.
+    logging.getLogger("shardproof.train.trainer").setLevel(logging.WARNING)
+    logger.info("importing torch and transformers ...")
     import torch.distributed as dist
 
     from shardproof.config.load import from_json
@@ -77,17 +127,21 @@ def run_rank(recipe_json: str, options: Options) -> dict[str, float]:
     from shardproof.rl.same_run import Resume
     from shardproof.rl.stopping import Stopped
 
+    terminal.adopt(*LIBRARIES)
     try:
         # Ranks that are started again go on from their own newest checkpoint.
         again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
         resume = Resume(options.allow, None if again else options.from_step)
-        return run_recipe(from_json(recipe_json), resume=resume)
+        recipe = from_json(recipe_json)
+        if first is not None:
+            first(recipe, terminal)
+        return run_recipe(recipe, resume=resume)
     except Stopped as stop:
         # An exit, not a return: an agent that got a signal too no longer reads what its ranks return.
-        raise SystemExit(128 + stop.number) from None
+        raise SystemExit(_SIGNALLED + stop.number) from None
     except ShardproofError as error:
         if not dist.is_initialized() or dist.get_rank() == 0:
-            print(error, file=sys.stderr)
+            terminal.show(str(error))
         raise SystemExit(exit_code_of(error)) from None
     finally:
         shut_down()

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import os
-import sys
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from shardproof import __version__
 from shardproof.cli.options import Options, exit_code_of
 from shardproof.errors import ShardproofError
+from shardproof.terminal import Terminal, attached
+
+if TYPE_CHECKING:
+    from shardproof.config.schema import Recipe
+
+logger = logging.getLogger(__name__)
 
 
 def train(
@@ -29,29 +36,44 @@ def train(
         str | None, typer.Option(help="a secret of the run, for several nodes", envvar="SHARDPROOF_RDZV_ID")
     ] = None,
     max_restarts: Annotated[int, typer.Option(min=0, help="starts after a rank was lost")] = 0,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="show warnings, errors and the summary at the end only")
+    ] = False,
 ) -> None:
     """Train a recipe. The same command resumes it."""
-    options = Options(tuple(allow or ()), from_step, nnodes, rdzv_endpoint, rdzv_id, max_restarts)
-    try:
-        _train(recipe, overrides or [], options, dry_run)
-    except ShardproofError as error:
-        print(error, file=sys.stderr)
-        raise SystemExit(exit_code_of(error)) from None
+    options = Options(tuple(allow or ()), from_step, nnodes, rdzv_endpoint, rdzv_id, max_restarts, quiet)
+    with attached(quiet, rank=int(os.environ.get("RANK", "0"))) as terminal:
+        try:
+            _train(recipe, overrides or [], options, dry_run, terminal)
+        except ShardproofError as error:
+            terminal.show(str(error))
+            raise SystemExit(exit_code_of(error)) from None
 
 
-def _train(path: str, overrides: list[str], options: Options, is_dry: bool) -> None:
+def _train(path: str, overrides: list[str], options: Options, is_dry: bool, terminal: Terminal) -> None:
     from shardproof.cli.dry_run import dry_run
-    from shardproof.cli.ranks import launch, run_rank
+    from shardproof.cli.ranks import launch, run_under_torchrun
     from shardproof.cli.readiness import require_start
-    from shardproof.config.load import load_recipe, to_json
+    from shardproof.config.load import load_recipe
 
     recipe = load_recipe(path, overrides)
+    logger.info("%s", _describe(recipe, path))
     if is_dry:
-        dry_run(recipe, options)
+        dry_run(recipe, options, terminal)
     elif "RANK" in os.environ:  # started by torchrun
         if os.environ.get("LOCAL_RANK", "0") == "0":
             require_start(recipe, options)
-        run_rank(to_json(recipe), options)
+        run_under_torchrun(recipe, options, terminal)
     else:
+        logger.info("checking the recipe and this machine ...")
         require_start(recipe, options)
-        launch(recipe, options)
+        launch(recipe, options, terminal)
+
+
+def _describe(recipe: Recipe, path: str) -> str:
+    """What starts, in a line."""
+    ranks = f"{recipe.train.ranks} ranks" if recipe.train.ranks else "a rank per GPU"
+    return (
+        f"shardproof {__version__}: {path}: {recipe.algorithm.name} on {recipe.model.path}, {ranks}, "
+        f"{recipe.train.steps} steps, output in {recipe.output.folder}"
+    )

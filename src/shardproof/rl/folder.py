@@ -233,6 +233,7 @@ def resume_last(folder: RunFolder, policy: Trainer, critic: Trainer | None, stre
     if not any(exchange(bool(found))):
         return 0
     which = "latest" if chosen is None else checkpoint_name(chosen)
+    logger.info("resuming from the checkpoint of step %d ...", folder.step)
     try:
         with proving(folder, folder.step, "resume") as proof:
             extra = _resume(folder.path / CHECKPOINTS, policy, which)
@@ -266,6 +267,7 @@ def save(folder: RunFolder, policy: Trainer, critic: Trainer | None, stream: Pro
     Collective: every rank.
     """
     keep, name = folder.recipe.output.keep, checkpoint_name(step)
+    logger.info("saving the checkpoint of step %d ...", step)
     if critic is not None:
         with proving(folder, step, "checkpoint", "critic", path=f"{CRITIC}/{name}") as proof:
             save_checkpoint(
@@ -295,5 +297,6 @@ def save_model(folder: RunFolder, policy: ShardedModel, step: int) -> None:
     """Write the final model, once a run is complete. Collective: every rank."""
     name = folder.recipe.output.model_dtype
     dtype = "checkpoint" if name is None else getattr(torch, name)
+    logger.info("writing the model to %s ...", folder.path / MODEL)
     with proving(folder, step, "export", path=MODEL) as proof:
         proof.take(save_pretrained(policy, folder.path / MODEL, dtype))

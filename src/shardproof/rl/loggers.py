@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
+import logging
 import math
 import os
-import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 from shardproof.files import append_line, write_atomic
+from shardproof.terminal import Bar
+from shardproof.text import duration
+
+logger = logging.getLogger(__name__)
 
 METRICS_NAME, SAMPLES_NAME, EVENTS_NAME = "metrics.jsonl", "samples.jsonl", "events.jsonl"
 LINES = (METRICS_NAME, SAMPLES_NAME, EVENTS_NAME)
@@ -68,11 +72,10 @@ class TensorBoard:
 
 
 class Progress:
-    """A live line on a terminal, a plain line per step elsewhere: step, the main metrics, time left."""
+    """Log records for the terminal: one per step with the main metrics, one per evaluation."""
 
     _SHOWN = (
         ("reward/mean", "reward {:.3f}"),
-        ("eval/reward", "held-out {:.3f}"),
         ("kl/mean", "KL {:.4f}"),
         ("loss/policy", "loss {:.4f}"),
         ("grad_norm", "grad norm {:.3f}"),
@@ -80,41 +83,43 @@ class Progress:
     )
 
     def __init__(self, num_steps: int, first_step: int):
-        self._num_steps = num_steps
-        self._start, self._first = time.time(), first_step
-        self._live: Any = None
-        if sys.stderr.isatty():
-            from rich.console import Console
-            from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-            from rich.progress import Progress as Bar
-
-            columns = (
-                TextColumn("step"),
-                MofNCompleteColumn(),
-                BarColumn(bar_width=20),
-                TextColumn("{task.description}"),
-                TimeRemainingColumn(compact=True, elapsed_when_finished=True),
-            )
-            self._live = Bar(*columns, console=Console(stderr=True))
-            self._task = self._live.add_task("starting", total=num_steps, completed=first_step)
-            self._live.start()
+        self._num_steps, self._first, self._last = num_steps, first_step, first_step
+        self._start = time.monotonic()
+        self._report("", "training: steps %d to %d", first_step + 1, num_steps)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        shown = "  ".join(text.format(metrics[name]) for name, text in self._SHOWN if name in metrics)
-        if self._live is not None:
-            self._live.update(self._task, completed=step, description=shown)
-            return
-        left = ""  # nothing is known about it before the first step
         if step > self._first:
-            seconds = (time.time() - self._start) / (step - self._first) * (self._num_steps - step)
-            left = f"  left {seconds:.0f} s"
-        # A terminal that is gone must not end a run.
-        with contextlib.suppress(OSError):
-            print(f"step {step}/{self._num_steps}  {shown}{left}", file=sys.stderr, flush=True)
+            self._last = step
+            shown = "  ".join(text.format(metrics[name]) for name, text in self._SHOWN if name in metrics)
+            seconds = (time.monotonic() - self._start) / (step - self._first) * (self._num_steps - step)
+            self._report(shown, "step %d/%d  %s  left %.0f s", step, self._num_steps, shown, seconds)
+        evaluation = describe_evaluation(metrics)
+        if evaluation:
+            when = f"after step {step}" if step else "before the first step"
+            logger.info("evaluation %s: %s", when, evaluation)
 
     def close(self) -> None:
-        if self._live is not None:
-            self._live.stop()
+        seconds = time.monotonic() - self._start
+        if self._last > self._first:
+            message = "trained steps %d to %d in %s"
+            self._report("", message, self._first + 1, self._last, duration(seconds), ended=True)
+
+    def _report(self, shown: str, message: str, *values: object, ended: bool = False) -> None:
+        bar = Bar("step", self._last, self._num_steps, shown, ended)
+        logger.info(message, *values, extra={"bar": bar})
+
+
+def describe_evaluation(metrics: Mapping[str, float]) -> str:
+    """The held-out results among a step's metrics, in words; empty if there was no evaluation."""
+    parts = []
+    if "eval/reward" in metrics:
+        error = metrics.get("eval/reward_se")
+        parts.append(
+            f"held-out reward {metrics['eval/reward']:.3f}" + ("" if error is None else f" ± {error:.3f}")
+        )
+    if "eval/loss" in metrics:
+        parts.append(f"held-out loss {metrics['eval/loss']:.4f}")
+    return ", ".join(parts)
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -25,6 +26,8 @@ from shardproof.rl.stopping import StopFlag, Stopped
 from shardproof.rl.updates import Update, step_metrics, update
 from shardproof.rollout.engine import Request
 from shardproof.rollout.trajectory import Trajectory
+
+logger = logging.getLogger(__name__)
 
 
 def train(recipe: Recipe, loggers: Sequence[Logger] = (), resume: Resume | None = None) -> dict[str, float]:
@@ -74,6 +77,7 @@ def _train(run: Run, folder: RunFolder, stop: StopFlag, loggers: Sequence[Logger
     with together("output"):
         folder.check_content(run.prompts, run.held_out)
     step = saved = resume_last(folder, run.policy, run.critic, run.stream)
+    logger.info("sending the weights to the engine and comparing its log-probs ...")
     metrics = _sync(run, step, folder)
     with together("output"):
         folder.begin(run.prompts, run.held_out, step, loggers)
@@ -180,11 +184,20 @@ def _sync(run: Run, step: int, folder: RunFolder) -> dict[str, float]:
         proof.details["gap"] = metrics["canary/gap"]
     for finding in receipt.findings:
         folder.note(step, "finding", str(finding))
+        logger.warning("%s", finding)
     return metrics | version
 
 
 def _evaluate(run: Run, step: int) -> dict[str, float]:
-    """What the held-out prompts say. Collective: every rank."""
+    """What the held-out prompts say, and how long it took. Collective: every rank."""
+    started = time.perf_counter()
+    logger.info(
+        "evaluating on %d held-out prompts ...", min(len(run.held_out), run.recipe.output.eval_prompts)
+    )
+    return _held_out_metrics(run, step) | {"time/evaluation": time.perf_counter() - started}
+
+
+def _held_out_metrics(run: Run, step: int) -> dict[str, float]:
     output, prompts = run.recipe.output, run.held_out[: run.recipe.output.eval_prompts]
     found: dict[str, float] = {}
     if not run.algorithm.spec.samples:

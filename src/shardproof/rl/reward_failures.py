@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import logging
 import re
-import sys
 from collections.abc import Sequence
 
 import torch.distributed as dist
@@ -13,6 +13,8 @@ from shardproof.errors import fail
 from shardproof.rl.rewards import PendingRewards
 from shardproof.rollout.trajectory import Reward
 from shardproof.text import printable
+
+logger = logging.getLogger(__name__)
 
 _MAX_NOTICED = 20  # kinds of failures that the terminal shows in a run
 _MAX_TEXT = 400
@@ -62,5 +64,4 @@ def _notice(kinds: dict[str, tuple[int, str, str]], noticed: set[str]) -> None:
             continue
         noticed.add(kind)
         if dist.get_rank() == 0:
-            text = f"warning: rank {rank}: reward {name!r} failed: {error}"
-            print(printable(text).replace("\n", " "), file=sys.stderr, flush=True)
+            logger.warning("rank %d: reward %r failed: %s", rank, name, printable(error).replace("\n", " "))

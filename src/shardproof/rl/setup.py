@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -37,6 +38,8 @@ from shardproof.train.trainer import Trainer
 from shardproof.user_code import import_named, is_user_name
 from shardproof.weights.source import RandomInit
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class Run:
@@ -59,11 +62,13 @@ class Run:
 def set_up(recipe: Recipe) -> Run:
     """Load every model and part of a run. Collective: every rank."""
     init_distributed()
+    logger.info("reading the data ...")
     with together("data"):
         inputs = check_inputs(recipe)
         algorithm = make_algorithm(recipe.algorithm, recipe.rollout)
         conversation = make_conversation(recipe.environment, inputs.tokenizer, max_positions(inputs.config))
     agree_on(recipe, inputs)
+    logger.info("%d prompts to train on, %d held out", len(inputs.prompts), len(inputs.held_out))
     policy = _load_role(recipe, None, "policy", inputs.config)
     needs_reference = "ref_logps" in algorithm.columns and recipe.model.lora is None
     reference = _load_role(recipe, recipe.reference, "reference", inputs.config) if needs_reference else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import logging
 import os
 import shutil
 import signal
@@ -23,7 +24,10 @@ from shardproof.rollout.vllm_client import Deadline, VllmClient
 from shardproof.rollout.vllm_plugin import BACKEND, EXTENSION, LOOPBACK
 from shardproof.rollout.vllm_versions import Interface, installed_version, interface_of
 
+logger = logging.getLogger(__name__)
+
 _STOP_S = 10.0
+_REPORT_EVERY_S = 30.0  # while a server starts
 _LOG_LINES, _LOG_WIDTH = 12, 240
 _ADAPTER_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # the ones vLLM has
 # What torchrun sets for the trainer's ranks means something else to vLLM's processes.
@@ -143,6 +147,7 @@ class VllmServer:
         Raises after the setting for starts, or after `seconds` if there was nothing to start.
         """
         deadline, starts = Deadline(seconds or self.settings.start_timeout_s), self.num_starts
+        began = reported = time.monotonic()
         while not self.client.is_up():
             if self.is_ours and (self.process is None or self.has_died):
                 if self.num_starts > starts:
@@ -155,6 +160,10 @@ class VllmServer:
                 tail = f" It wrote:\n{self.log_tail()}" if self.is_ours else ""
                 message = f"no vLLM server answers at {self.client.url} within {deadline.seconds:g} s.{tail}"
                 raise fail("R505", "rollout", message)
+            now = time.monotonic()
+            if now - reported >= _REPORT_EVERY_S:
+                reported = now
+                logger.info("waiting for the vLLM server since %.0f s ...", now - began)
             time.sleep(0.1)
 
     def _start(self) -> None:
@@ -181,6 +190,7 @@ class VllmServer:
                 start_new_session=True,
             )
         self.num_starts += 1
+        logger.info("starting the vLLM server, which writes to %s ...", self.log_path)
 
     def _where(self) -> list[str]:
         """The arguments that say where the server listens, and the client for it."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from tqdm import tqdm
 
 from shardproof.dist.collectives import raise_together, together
 from shardproof.dist.launch import init_distributed
@@ -42,10 +41,14 @@ from shardproof.shard.settings import FSDP1, LoadSettings, parse_device
 from shardproof.shard.sharded_model import LoadReceipt, ShardedModel
 from shardproof.shard.staging import Staging
 from shardproof.shard.torch_private import clean_name, sum_gradients
+from shardproof.terminal import Bar
 from shardproof.weights.reader import Checkpoint, SliceSource
 from shardproof.weights.source import RandomInit, ResolvedSource
 
-_PROGRESS_AFTER_S = 3.0
+logger = logging.getLogger(__name__)
+
+_PROGRESS_EVERY_S = 3.0
+_MB = 10**6
 
 
 def load(
@@ -132,6 +135,7 @@ def _load(
         with watch.stage("plan"), together("plan"):
             inventory = take_inventory(skeleton.model)
             plan = plan_shards(skeleton, inventory, resolved.checkpoint, resolved.seed)
+        logger.info("loading the %s from %s, %s ...", settings.role, resolved.label, _size(inventory))
         with watch.stage("shard"):
             module, shards = _shard(skeleton, inventory, plan, settings)
         with watch.stage("write"):
@@ -262,12 +266,31 @@ def _receipt(
 
 @contextmanager
 def _progress_bar(shards: Sequence[LocalShard], wanted: bool) -> Iterator[Progress]:
-    """A function that advances a bar by bytes: on rank 0, on a terminal, for loads that take a while."""
-    total = sum(shard.nbytes for shard in shards)
-    hidden = not wanted or dist.get_rank() != 0 or not sys.stderr.isatty()
-    options = {"unit": "B", "unit_scale": True, "delay": _PROGRESS_AFTER_S, "disable": hidden}
-    with tqdm(total=total, desc="writing shards", **options) as bar:
-        yield bar.update
+    """A function that notes written bytes and reports them: on rank 0, for loads that take a while."""
+    total, done = sum(shard.nbytes for shard in shards), 0
+    reported, is_shown = time.monotonic(), False
+
+    def advance(num_bytes: int) -> None:
+        nonlocal done, reported, is_shown
+        done += num_bytes
+        if time.monotonic() - reported >= _PROGRESS_EVERY_S:
+            reported, is_shown = time.monotonic(), True
+            report(False)
+
+    def report(ended: bool) -> None:
+        if wanted and dist.get_rank() == 0:
+            bar = Bar("MB", done // _MB, total // _MB, "rank 0's shards", ended)
+            logger.info("%d of %d MB of rank 0's shards are written", bar.done, bar.total, extra={"bar": bar})
+
+    yield advance
+    if is_shown:
+        report(True)
+
+
+def _size(inventory: Inventory) -> str:
+    """The number of a model's parameters, in words."""
+    num = sum(info.numel for info in inventory.parameters)
+    return f"{num / 1e9:.2f} billion parameters" if num >= 10**8 else f"{num / 1e6:.2f} million parameters"
 
 
 class _Stopwatch:

@@ -1,0 +1,127 @@
+"""What `shardproof train` says at its end: how the run ended, where the time went, what to look at and do next.
+
+All of it is read from the run's folder, so that it can be said however the ranks ended.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardproof.text import duration, printable
+
+if TYPE_CHECKING:
+    from shardproof.config.schema import Recipe
+
+_PARTS = ("rollout", "update", "sync", "evaluation")  # metrics of steps, as time/...
+
+_MIN_SHOWN_S = 0.05
+
+
+@dataclass
+class Part:
+    """One start of a run, as its launcher sees it."""
+
+    recipe: Recipe
+    first_step: int = 0  # the number of steps that were taken before
+    started: float = field(default_factory=time.time)
+
+    @classmethod
+    def begin(cls, recipe: Recipe) -> Part:
+        """The part of a run that starts now."""
+        steps = (line["step"] for line in _read(recipe, "metrics.jsonl"))
+        return cls(recipe, max(steps, default=0))
+
+    def footer(self, interrupted: bool = False) -> list[str]:
+        """The lines to end with, after a signal or not; few if the run never came to own its folder."""
+        folder, facts = Path(self.recipe.output.folder), self._facts()
+        if facts is None:
+            return [f"Stopped before the run began. Next: {_next_step('stopped')}"] if interrupted else []
+        status, step = facts.get("status"), facts.get("step", 0)
+        if status == "running":  # rank 0 had no time to write how it ended
+            status = "stopped" if interrupted else "failed"
+        lines = [_outcome(folder, status, step, self.recipe)]
+        spent = self._times()
+        if spent:
+            total = time.time() - self.started
+            shares = (
+                f"{name} {duration(seconds)} ({seconds / total:.0%})" for name, seconds in spent.items()
+            )
+            lines.append(f"Time:    {duration(total)}: {', '.join(shares)}")
+        if (folder / "report.html").exists():
+            lines.append(f"Report:  {folder / 'report.html'}")
+        if status == "finished" and (folder / "model").is_dir():
+            lines.append(f"Model:   {folder / 'model'}")
+        return [printable(line) for line in [*lines, f"Next:    {_next_step(status)}"]]
+
+    def _facts(self) -> dict[str, Any] | None:
+        """What the run says of itself, if this start wrote it."""
+        path = Path(self.recipe.output.folder) / "run.json"
+        try:
+            facts = json.loads(path.read_bytes())
+            is_ours = path.stat().st_mtime >= self.started - 1  # file systems round times
+        except (OSError, ValueError):
+            return None
+        return facts if is_ours and isinstance(facts, dict) else None
+
+    def _times(self) -> dict[str, float]:
+        """Seconds by what they were spent on, in this part of the run."""
+        rows = [line for line in _read(self.recipe, "metrics.jsonl") if line["step"] > self.first_step]
+        if not rows:
+            return {}
+        metrics = [row.get("metrics") or {} for row in rows]
+        spent = {name: sum(_number(row.get(f"time/{name}")) for row in metrics) for name in _PARTS}
+        proofs = [line for line in _read(self.recipe, "events.jsonl") if line.get("kind") == "proof"]
+        for name, proof in (("checkpoints", "checkpoint"), ("model", "export")):
+            mine = (line for line in proofs if line.get("proof") == proof and line["step"] > self.first_step)
+            spent[name] = sum(_number(line.get("seconds")) for line in mine)
+        spent["start and other"] = max(time.time() - self.started - sum(spent.values()), 0.0)
+        longest_first = sorted(spent.items(), key=lambda item: -item[1])
+        return {name: seconds for name, seconds in longest_first if seconds >= _MIN_SHOWN_S}
+
+
+def _outcome(folder: Path, status: Any, step: int, recipe: Recipe) -> str:
+    if status == "finished":
+        return f"Finished {step} steps.{_learned(recipe)}"
+    how = "Stopped" if status == "stopped" else "Failed"
+    when = f"after step {step}" if step else "before the first step was complete"
+    saved = sorted(path.name for path in (folder / "checkpoints").glob("step-*"))
+    return f"{how} {when}. Last checkpoint: {folder / 'checkpoints' / saved[-1] if saved else 'none'}"
+
+
+def _learned(recipe: Recipe) -> str:
+    """The first and the last evaluation of the run, in words."""
+    found = [line.get("metrics") or {} for line in _read(recipe, "metrics.jsonl")]
+    rewards = [row for row in found if isinstance(row.get("eval/reward"), float)]
+    if len(rewards) < 2:
+        return ""
+    first, last = (
+        f"{row['eval/reward']:.3f}" + (f" ± {row['eval/reward_se']:.3f}" if "eval/reward_se" in row else "")
+        for row in (rewards[0], rewards[-1])
+    )
+    return f" Held-out reward: {first} at first, {last} at the end."
+
+
+def _next_step(status: Any) -> str:
+    if status == "finished":
+        return "open the report; to train longer, raise train.steps and rerun the same command"
+    if status == "stopped":
+        return "rerun the same command to resume"
+    return "fix what the message above names, then rerun the same command to resume from the last checkpoint"
+
+
+def _read(recipe: Recipe, name: str) -> Iterable[dict[str, Any]]:
+    from shardproof.rl.loggers import read_lines
+
+    try:
+        return read_lines(Path(recipe.output.folder) / name)
+    except (OSError, ValueError):
+        return []
+
+
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, (int, float)) else 0.0
