@@ -33,7 +33,7 @@ _COUNT = [
     ("120", "invalid options or an unsupported layout"),
 ]
 _PLAIN = [("0", "done"), ("2", "invalid options or paths; the message names what to change")]
-_PLACEHOLDERS: dict[Any, str] = {int: "N", float: "NUMBER", Path: "FILE"}
+_PLACEHOLDERS: dict[Any, str] = {int: "N", float: "NUMBER", Path: "PATH"}
 # By command: examples, and exit codes with their meaning.
 EXAMPLES = {
     "train": """\
@@ -44,6 +44,11 @@ shardproof train recipes/gsm8k_grpo.toml output.folder=runs/mine --from 100 --al
 shardproof doctor Qwen/Qwen3-0.6B --ranks 2
 shardproof doctor Qwen/Qwen3-0.6B --strategy fsdp1 --sequence-parallel 2 --html doctor.html""",
     "estimate": "shardproof estimate Qwen/Qwen3-0.6B --ranks 8",
+    "demo": "shardproof demo",
+    "report": """\
+shardproof report runs/mine
+shardproof report runs/a runs/b --output comparison.html""",
+    "watch": "shardproof watch runs/mine",
 }
 EXIT_CODES = {"train": _RUN, "demo": _RUN, "doctor": _COUNT, "estimate": [_COUNT[0], _COUNT[2]]}
 
