@@ -115,7 +115,7 @@ except sp.ShardproofError as error:  # the same error on every rank
 ]
 
 
-# The members of a class that users call; what a class returns to them is shown as its attributes.
+# The methods of a class that users call.
 MEMBERS = {
     "ShardedModel": ("named_parameters", "local_shards", "persistent_buffers", "offload", "onload"),
     "AttestCallback": ("attest",),
@@ -124,7 +124,53 @@ MEMBERS = {
     "WeightStream": ("metadata", "close"),
     "SharedWeights": ("path", "write", "close"),
 }
-RETURNED = ("ShardedModel", "LoadReceipt", "StepResult", "Finding")
+# What users are given and do not make: its attributes.
+RETURNED = {
+    "ShardedModel": {
+        "module": "the FSDP root module",
+        "model": "the Hugging Face model inside it",
+        "receipt": "what the load cost on this rank (`LoadReceipt`)",
+        "provenance": "who wrote each tensor, by name",
+        "version": "0 after a load; each step that is taken adds 1",
+        "source": "what was loaded",
+        "folder": "where its files are on this machine",
+        "mesh": "the mesh of ranks",
+        "strategy": '`"fsdp2"` or `"fsdp1"`',
+        "device": "where this rank computes",
+        "settings": "what `load` was asked for",
+    },
+    "LoadReceipt": {
+        "seconds": "duration of the load",
+        "bytes_read": "bytes that this rank read from files",
+        "peak_bytes": "rise of host memory (CPU) or device memory (CUDA) during the load",
+        "shard_bytes": "bytes that this rank holds",
+        "num_tensors": "number of tensors",
+        "num_by_writer": "number of tensors by what wrote them: checkpoint, computed, init, tie",
+        "stage_seconds": "duration by stage",
+        "served_by": "the rank that sent this rank its slices; None if it read them itself",
+    },
+    "StepResult": {
+        "stepped": "whether the update was made, by all ranks",
+        "reason": "why not",
+        "rank": "the rank where it went wrong",
+        "micro_batch": "the micro-batch where it went wrong",
+        "tensor": "the tensor that was not finite",
+        "loss": "loss of the global batch",
+        "grad_norm": "norm of the gradient before clipping",
+        "lr": "learning rate of this update",
+        "num_tokens": "tokens of the global batch that count in the loss",
+        "metrics": "further numbers of the loss, such as `ratio/mean`",
+        "version": "version of the weights after the step",
+    },
+    "Finding": {
+        "code": "the code that [faults](faults.md) explains",
+        "stage": "where it was found, such as `attest`",
+        "message": "what was expected, and what was found",
+        "rank": "the rank that is to blame; None if no single one is",
+        "tensor": "the tensor",
+        "fix": "what to do",
+    },
+}
 
 
 def page() -> str:
@@ -150,6 +196,10 @@ def _described(name: str, thing: Any, with_signature: bool = True) -> list[str]:
     """The signature, and the docstring, whose `Collective:` and `Memory:` stand out."""
     is_error = inspect.isclass(thing) and issubclass(thing, BaseException)
     text = re.sub(r"\b(Collective|Memory): ", r"*\1:* ", inspect.getdoc(thing) or "")
+    if name in RETURNED:
+        assert all(key in thing.__annotations__ or hasattr(thing, key) for key in RETURNED[name])
+        rows = [f"| `{key}` | {meaning} |" for key, meaning in RETURNED[name].items()]
+        return [text, "\n".join(["| attribute | meaning |", "| --- | --- |", *rows])]
     parts = [f"```text\n{_signature(name, thing)}\n```"] if with_signature and not is_error else []
     return [*parts, text]
 
@@ -157,8 +207,6 @@ def _described(name: str, thing: Any, with_signature: bool = True) -> list[str]:
 def _signature(name: str, thing: Any) -> str:
     parameters = [each for each in inspect.signature(thing).parameters.values() if each.name != "self"]
     shown = [_parameter(each) for each in parameters]
-    if name in RETURNED:
-        return "\n".join(f"{name}.{each.partition(' = ')[0]}" for each in shown)
     by_keyword = [each.kind is inspect.Parameter.KEYWORD_ONLY for each in parameters]
     if any(by_keyword):
         shown.insert(by_keyword.index(True), "*")

@@ -50,12 +50,12 @@ def resume(
 ) -> dict[str, Any]:
     """Load a checkpoint into the policy, optimizer and schedule, whatever layout wrote it; returns its `extra`.
 
-    `folder` is a run's folder, of which `which` names one ("latest", or "step-00000012"), or a checkpoint itself. At
-    the world size that wrote it the run goes on bit for bit. Every byte of it is compared with its checksum before
-    anything is parsed, and everything is parsed before anything changes.
+    `folder` is a checkpoint, or a run's folder, where `which` names the checkpoint ("latest", or "step-00000012").
+    On the number of ranks that saved it, the run continues bit for bit. Every byte is compared with its checksum
+    before anything is parsed, and everything is parsed before anything changes.
 
-    With `keep_settings` learning rates, betas and the like stay what they are here, not what they were when the
-    checkpoint was saved; the schedule, which must be one of `make_schedule`, goes on at the saved step.
+    With `keep_settings`, learning rates, betas and other options of the optimizer keep their present values instead of
+    the saved ones; the schedule, which must come from `make_schedule`, continues at the saved step.
 
     Collective: every rank.
     """

@@ -72,7 +72,7 @@ def load(
     compile: bool | None = None,
     progress: bool = True,
 ) -> ShardedModel:
-    """A model of which this rank holds exactly its shard, read by itself, written once, and attested.
+    """A sharded model: this rank read exactly its own shard, wrote each element once, and attested it.
 
     `source` is a folder or hub id with safetensors, or `RandomInit(config, seed)`. Raises the same error on every rank.
     With `reshard_after_forward=False` parameters are gathered once per step, and held until its last backward pass.

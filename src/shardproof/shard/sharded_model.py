@@ -50,7 +50,7 @@ class LoadReceipt:
 
 @dataclass(eq=False)
 class ShardedModel:
-    """What `load` returns: the facts of a model that is sharded. Rooms above keep what they find out themselves."""
+    """What `load` returns: a sharded model, and what is known about it on this rank."""
 
     module: nn.Module  # the FSDP root
     model: PreTrainedModel  # the Hugging Face model inside it
