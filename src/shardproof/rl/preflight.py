@@ -33,8 +33,10 @@ from shardproof.rl.algorithms.registry import find_algorithm
 from shardproof.rl.checks import model_folder
 from shardproof.rl.place import CHECKPOINTS, check_folder, checkpoint_steps
 from shardproof.rl.same_run import Resume
+from shardproof.rl.trackers import check_logins
 from shardproof.rollout.vllm_server import check_settings, check_sleep
 from shardproof.rollout.vllm_versions import installed_version, interface_of
+from shardproof.user_code import is_user_name
 from shardproof.weights.reader import open_checkpoint
 from shardproof.weights.source import find_folder, read_config
 
@@ -42,6 +44,7 @@ _GIB = 2**30
 _PROCESS_BYTES = 150 * 2**20  # of a rank that has imported torch and holds nothing
 _NUM_MOMENTS = {"adamw": 2, "muon": 1}  # that an optimizer keeps of each parameter, at the least
 _EXTRAS = {"peft": "lora", "pyarrow": "data", "datasets": "data", "tensorboard": "cli", "vllm": "vllm"}
+_EXTRAS |= {name: name for name in ("wandb", "trackio", "mlflow")}
 
 
 @dataclass(frozen=True)
@@ -123,6 +126,11 @@ def check_packages(start: Start) -> list[Finding]:
     ]
 
 
+def check_trackers(start: Start) -> list[Finding]:
+    """This user is logged in where trackers need it."""
+    return check_logins(start.recipe.output)
+
+
 def _needed(recipe: Recipe) -> dict[str, str]:
     """The optional packages that a recipe needs, each with the setting that asks for it."""
     needed = {}
@@ -133,8 +141,9 @@ def _needed(recipe: Recipe) -> dict[str, str]:
             needed["pyarrow"] = f"{key}={source!r}"
     if recipe.model.lora is not None:
         needed["peft"] = "model.lora"
-    if recipe.output.tensorboard:
-        needed["tensorboard"] = "output.tensorboard=true"
+    for name in recipe.output.trackers:
+        if not is_user_name(name):
+            needed[name] = f"output.trackers={recipe.output.trackers}"
     if recipe.rollout.engine == "vllm" and recipe.rollout.vllm.url is None:
         needed["vllm"] = "rollout.engine='vllm'"
     return needed
@@ -260,6 +269,7 @@ def _held_in_host(recipe: Recipe, num_elements: int, num_ranks: int) -> int:
 CHECKS: tuple[Callable[[Start], list[Finding]], ...] = (
     check_versions,
     check_packages,
+    check_trackers,
     check_devices,
     check_vllm,
     check_output,
