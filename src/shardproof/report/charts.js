@@ -70,7 +70,8 @@ function setChart(view, chart) {
   view.keys.replaceChildren(...chart.series.map((series, index) => {
     series.tone = series.tone === null ? index : series.tone;
     series.readout = make("b", {});
-    return make("span", { class: `key s${series.tone % 8}` }, make("i", {}), label(chart, series) + " ", series.readout,
+    series.smoothReadout = make("small", {});
+    return make("span", { class: `key s${series.tone % 8}` }, make("i", {}), label(chart, series) + " ", series.readout, series.smoothReadout,
       series.missing ? make("small", {}, ` (${series.missing} not finite)`) : null);
   }));
 }
@@ -196,8 +197,9 @@ function show(at) {
     for (const [index, series] of view.chart.series.entries()) {
       const place = at === null && page.runs.length > 1 ? xs[index].length - 1 : placeAt(series, here);
       const value = place === null ? undefined : series.values[place];
-      const smooth = place !== null && series.smoothValues ? ` (smoothed ${format(series.smoothValues[place])})` : "";
-      series.readout.textContent = format(value) + (Number.isFinite(value) ? smooth : "")
+      const smooth = Number.isFinite(value) && series.smoothValues ? ` smoothed ${format(series.smoothValues[place])}` : "";
+      series.smoothReadout.textContent = smooth;
+      series.readout.textContent = format(value)
         + (series.band && place !== null && series.band[place] ? ` ± ${Number(series.band[place].toPrecision(2))}` : "");
       if (at !== null && Number.isFinite(value) && view.shows(value))
         marks.push(draw("circle", { class: `dot s${series.tone % 8}`, cx: view.x(xs[index][place]), cy: view.y(value), r: 4 }));
@@ -270,12 +272,19 @@ function onKey(view, event) {
 }
 function resetZoom() { state.zoom = null; redraw(); }
 
-let waiting = 0;
+// While a slider moves, the charts in sight follow it at once, and the others when it rests.
+let waiting = 0, resting = 0;
 function redrawSoon() {
   cancelAnimationFrame(waiting);
-  waiting = requestAnimationFrame(redraw);
+  clearTimeout(resting);
+  waiting = requestAnimationFrame(() => {
+    const seen = range(), inWindow = view => { const { top, bottom } = view.figure.getBoundingClientRect(); return bottom > 0 && top < innerHeight; };
+    for (const view of [...views.values()].filter(view => !view.figure.hidden && inWindow(view))) drawChart(view, seen);
+    resting = setTimeout(redraw, 150);
+  });
 }
 function redraw() {
+  clearTimeout(resting);
   const sought = state.search.trim().toLowerCase().split(/\s+/).filter(Boolean);
   for (const view of views.values()) {
     const text = [view.title, ...view.chart.same, ...view.chart.series.map(series => series.name)].join(" ").toLowerCase();

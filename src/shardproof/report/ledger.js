@@ -30,7 +30,7 @@ function groupFacts(group) {
 function receipt(entry, key) {
   if (!entry.text && !entry.details && !entry.findings) return make("span", { class: "dim" }, "only in events.jsonl");
   const first = (entry.findings || [])[0] || entry.text || "details";
-  return details(key, { class: "receipt" }, first.split("\n")[0].slice(0, 160), () => [
+  return details(key, { class: "receipt" }, [make("span", { class: "first" }, first.split("\n")[0].slice(0, 160)), make("span", { class: "opened" }, "receipt")], () => [
     (entry.findings || []).map(text => make("div", { class: "text bad" }, text)),
     entry.text ? make("div", { class: "text" }, entry.text) : null,
     entry.details ? make("dl", { class: "fields" }, entry.details.map(([name, value]) => [make("dt", {}, name), make("dd", {}, value)])) : null,

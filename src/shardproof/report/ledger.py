@@ -195,10 +195,24 @@ def _fields(event: Record, *known: str) -> dict[str, Any]:
     more = {key: value for key, value in event.items() if key not in (*known, "details")}
     more |= details if isinstance(details, dict) else {}
     return (
-        {"details": [[cut(key, 100), cut(value, 1000)] for key, value in list(more.items())[:40]]}
+        {
+            "details": [
+                [cut(key, 100), cut(_words(key, value), 1000)] for key, value in list(more.items())[:40]
+            ]
+        }
         if more
         else {}
     )
+
+
+def _words(key: str, value: Any) -> str:
+    """A detail as a person reads it: bytes also in MiB, parts by name."""
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {part}" for name, part in value.items())
+    number = finite(value)
+    if number is not None and "bytes" in key:
+        return f"{number:,.0f} ({number / 2**20:,.1f} MiB)"
+    return str(value)
 
 
 def _passed(event: Record) -> bool:

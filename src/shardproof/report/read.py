@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Iterable
@@ -138,6 +139,8 @@ def require_run_folder(folder: Path) -> Path:
 
 def finite(value: Any) -> float | None:
     """The value as a float, or None if it is no finite number."""
+    if type(value) is float:  # most values of a long run
+        return value if math.isfinite(value) else None
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)  # and an int of any size
     return float(value) if is_number and within(abs(value), sys.float_info.max) else None
 
