@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 import textwrap
 import types
 import typing
@@ -14,7 +15,7 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from shardproof.config.numbers import Bound
-from shardproof.config.schema import Recipe
+from shardproof.config.schema import Recipe, Role
 
 INTRO = """\
 # Settings
@@ -47,7 +48,8 @@ steps = 100
 folder = "runs/first"
 ```
 
-`shardproof train recipe.toml --dry-run` prints the whole recipe with every default filled in, and checks it.
+`shardproof train recipe.toml --show-recipe` prints every setting with its value, and `--dry-run` checks the recipe, the
+data, the model and the machine.
 """
 REQUIRED = object()
 _WORDS = {
@@ -109,7 +111,9 @@ def _sections(kind: type, prefix: str) -> typing.Iterator[str]:
         if is_list:
             title = f"## Each of `{name}`"
         about = " ".join((section.__doc__ or "").split())
-        yield "\n\n".join([title, about, *_keys(section, f"{name}.")])
+        if section is Role:  # there are two, and each key says what its role is
+            about = f"{descriptions(kind)[name]} {about.partition('. ')[2]}"
+        yield "\n\n".join([title, _linked(about), *_keys(section, f"{name}.")])
         yield from _sections(section, f"{name}.")
 
 
@@ -121,7 +125,7 @@ def _keys(section: type, prefix: str) -> typing.Iterator[str]:
         if name in inner and get_origin(hint) is not list:
             continue
         given = "required" if default is REQUIRED else f"default `{_toml(default)}`"
-        yield f"### `{prefix}{name}`\n\n*{_words(hint)}; {given}*\n\n{about[name]}"
+        yield f"### `{prefix}{name}`\n\n*{_words(hint)}; {given}*\n\n{_linked(about[name])}"
 
 
 def _section_in(hint: Any) -> type | None:
@@ -195,6 +199,11 @@ def _toml(value: Any) -> str:
     if isinstance(value, list | tuple):
         return f"[{', '.join(_toml(each) for each in value)}]"
     return "{}" if value == {} else repr(value)
+
+
+def _linked(text: str) -> str:
+    """The text with links to the pages that it names."""
+    return re.sub(r"docs/([\w-]+)\.md", r"[\1](\1.md)", text)
 
 
 def _anchor(name: str) -> str:

@@ -142,8 +142,8 @@ class Train(Section):
     prompts_per_step: Count = 32
     """Prompts per step over all ranks. A step trains on this many times `rollout.group_size` completions."""
     micro_batch_tokens: Tokens = 8192
-    """Tokens that each rank runs through the model at a time. Lower it if an update runs out of memory;
-    results do not change."""
+    """Tokens that each rank runs through the model at a time. Lower it if an update runs out of memory; the
+    result is the same, unless `algorithm.router_coef` is above 0."""
     seed: Annotated[int, Bound(ge=0, lt=2**63)] = 0
     """Seed of the order of prompts and of sampling. The same seed gives the same run."""
     ranks: Processes | None = None
