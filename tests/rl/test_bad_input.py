@@ -76,9 +76,14 @@ def test_none_switches_off_what_may_be_off():
 def test_a_clean_recipe_passes_and_is_printed():
     code, output = dry_run()
     assert code == 0, output
+    assert "algorithm.name" not in output and "  train.ranks = 2\n" in output, (
+        "only what is not at its default"
+    )
+    assert output.endswith("2 ranks; nothing is wrong\n"), "the verdict comes last"
+    code, output = dry_run("--show-recipe", "--quiet")
     printed, _, verdict = output.rpartition("}\n")
     assert json.loads(printed + "}")["algorithm"]["name"] == "grpo"
-    assert "2 ranks; nothing is wrong" in verdict
+    assert verdict.endswith("nothing is wrong\n")
 
 
 @pytest.mark.parametrize(

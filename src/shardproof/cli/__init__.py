@@ -9,13 +9,17 @@ import importlib.metadata
 import platform
 from typing import Annotated
 
-import typer
-
 from shardproof import __version__
-from shardproof.cli.train import train
-from shardproof.doctor.commands import CountingCommand, doctor, estimate
-from shardproof.report.commands import report, watch
-from shardproof.text import sanitise_logging
+from shardproof.cli.packages import require_packages
+
+require_packages()  # before anything that needs them is imported
+
+import typer  # noqa: E402
+
+from shardproof.cli.train import train  # noqa: E402
+from shardproof.doctor.commands import CountingCommand, doctor, estimate  # noqa: E402
+from shardproof.report.commands import report, watch  # noqa: E402
+from shardproof.text import sanitise_logging  # noqa: E402
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 app.command()(train)

@@ -10,6 +10,7 @@ from shardproof.cli.options import UNUSABLE, Options
 from shardproof.cli.readiness import count_ranks, look_ahead
 from shardproof.errors import ShardproofError
 from shardproof.terminal import Terminal
+from shardproof.text import printable
 
 if TYPE_CHECKING:
     from shardproof.config.schema import Recipe
@@ -40,8 +41,8 @@ def dry_run(recipe: Recipe, options: Options, terminal: Terminal) -> None:
     except ShardproofError as error:
         findings += [finding for finding in error.findings if finding not in findings]
     terminal.pause()
-    for line in _changed(recipe):
-        logger.info("%s", line)
+    if not options.quiet:
+        terminal.show("\n".join(_changed(recipe)))
     if findings:
         terminal.show("\n".join(map(str, findings)))
         raise SystemExit(UNUSABLE)
@@ -53,6 +54,6 @@ def _changed(recipe: Recipe) -> list[str]:
     from shardproof.config.defaults import differences_from_defaults
 
     changed = differences_from_defaults(recipe).items()
-    return ["settings that differ from their defaults:"] + [
-        f"  {key} = {json.dumps(each['value'])}" for key, each in changed
+    return ["Settings that differ from their defaults:"] + [
+        printable(f"  {key} = {json.dumps(each['value'])}") for key, each in changed
     ]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardproof.cli.options import Options
 from shardproof.errors import error_for
+from shardproof.text import printable
 
 if TYPE_CHECKING:
     from shardproof.config.schema import Recipe
@@ -32,6 +34,24 @@ def require_start(recipe: Recipe, options: Options) -> None:
     findings = look_ahead(recipe, options)
     if findings:
         raise error_for(findings)
+
+
+def says_complete(recipe: Recipe, options: Options) -> str:
+    """What to tell a user whose run has nothing left to do; empty if there is something."""
+    from shardproof.rl.place import MODEL, read_state
+
+    if options.from_step is not None or options.allow:
+        return ""
+    folder = Path(recipe.output.folder)
+    newest = max(read_state(folder).steps, default=0)
+    has_model = (folder / MODEL).is_dir() or not recipe.output.save_model
+    if newest < recipe.train.steps or not has_model:
+        return ""
+    return printable(
+        f"This run is complete: {folder} has the checkpoint of step {newest}, and train.steps is "
+        f"{recipe.train.steps}.\nReport:  {folder / 'report.html'}\nModel:   {folder / MODEL}\n"
+        "Next:    to train longer, raise train.steps; to begin a new run, choose another output.folder"
+    )
 
 
 def count_ranks(recipe: Recipe) -> int:

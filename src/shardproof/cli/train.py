@@ -23,6 +23,9 @@ def train(
     recipe: Annotated[str, typer.Argument(help="a recipe, TOML")],
     overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="check everything, train nothing")] = False,
+    show_recipe: Annotated[
+        bool, typer.Option("--show-recipe", help="print every setting as JSON on stdout, train nothing")
+    ] = False,
     allow: Annotated[
         list[str] | None, typer.Option(help="section.key that may change on resume; may be repeated")
     ] = None,
@@ -44,20 +47,29 @@ def train(
     options = Options(tuple(allow or ()), from_step, nnodes, rdzv_endpoint, rdzv_id, max_restarts, quiet)
     with attached(quiet, rank=int(os.environ.get("RANK", "0"))) as terminal:
         try:
-            _train(recipe, overrides or [], options, dry_run, terminal)
+            checked = _load_recipe(recipe, overrides or [], show_recipe)
+            if dry_run or not show_recipe:
+                _train(checked, options, dry_run, terminal)
         except ShardproofError as error:
             terminal.show(str(error))
             raise SystemExit(exit_code_of(error)) from None
 
 
-def _train(path: str, overrides: list[str], options: Options, is_dry: bool, terminal: Terminal) -> None:
-    from shardproof.cli.dry_run import dry_run
-    from shardproof.cli.ranks import launch, run_under_torchrun
-    from shardproof.cli.readiness import require_start
-    from shardproof.config.load import load_recipe
+def _load_recipe(path: str, overrides: list[str], show: bool) -> Recipe:
+    from shardproof.config.load import load_recipe, to_json
 
     recipe = load_recipe(path, overrides)
+    if show:
+        print(to_json(recipe), flush=True)
     logger.info("%s", _describe(recipe, path))
+    return recipe
+
+
+def _train(recipe: Recipe, options: Options, is_dry: bool, terminal: Terminal) -> None:
+    from shardproof.cli.dry_run import dry_run
+    from shardproof.cli.ranks import launch, run_under_torchrun
+    from shardproof.cli.readiness import require_start, says_complete
+
     if is_dry:
         dry_run(recipe, options, terminal)
     elif "RANK" in os.environ:  # started by torchrun
@@ -67,6 +79,10 @@ def _train(path: str, overrides: list[str], options: Options, is_dry: bool, term
     else:
         logger.info("checking the recipe and this machine ...")
         require_start(recipe, options)
+        complete = says_complete(recipe, options)
+        if complete:
+            terminal.show(complete)
+            return
         launch(recipe, options, terminal)
 
 

@@ -27,7 +27,10 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     try:
         data = tomllib.loads(raw.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:  # TOML's, UTF-8's and integers' errors are all ValueErrors
-        raise fail("C001", "recipe", f"{file} is not valid TOML: {error}.", fix="repair the file") from error
+        fix = "recipes are TOML files: see docs/settings.md, or begin with a copy of recipes/tiny.toml"
+        if file.suffix.lower() == ".toml":
+            fix = "correct the line that the message names"
+        raise fail("C001", "recipe", f"{file} is not valid TOML: {error}.", fix=fix) from error
     for section, key in _PATHS:
         _resolve(data.get(section), key, file.parent)
     for override in overrides:
@@ -61,7 +64,7 @@ def parse_recipe(data: dict[str, Any], label: str) -> Recipe:
         problems = [_explain(item) for item in found[:_LISTED]]
         if len(found) > _LISTED:
             problems.append(f"and {len(found) - _LISTED} more")
-        raise fail("C001", "recipe", f"{label}: " + "; ".join(problems), fix="repair these keys") from error
+        raise fail("C001", "recipe", f"{label}: " + "; ".join(problems), fix="correct these keys") from error
 
 
 def _apply(data: dict[str, Any], override: str) -> None:

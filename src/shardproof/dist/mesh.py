@@ -19,7 +19,8 @@ def make_mesh(replicate: int = 1, shard: int | None = None, device_type: str | N
     init_distributed(device_type)
     world_size = dist.get_world_size()
     if replicate < 1 or world_size % replicate:
-        raise fail("C002", "mesh", f"replicate={replicate} does not divide the {world_size} ranks.")
+        message = f"replicate={replicate} does not divide the {world_size} ranks."
+        raise fail("C002", "mesh", message, fix="set replicate to a number that divides the ranks")
     shard = world_size // replicate if shard is None else shard
     if replicate * shard != world_size:
         raise fail(

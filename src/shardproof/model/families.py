@@ -82,12 +82,12 @@ def check_sequence_parallel(config: PretrainedConfig, size: int, shard_size: int
         return
     stage = "settings"
     if size < 1 or shard_size % size:
-        raise fail(
-            "C001", stage, f"sequence_parallel={size} does not divide the shard axis of {shard_size} ranks."
-        )
+        message = f"sequence_parallel={size} does not divide the shard axis of {shard_size} ranks."
+        raise fail("C001", stage, message, fix=f"use a number that divides {shard_size}, or other ranks")
     heads = num_attention_heads(config)
     if not heads or heads % size:
-        raise fail("C001", stage, f"sequence_parallel={size} does not divide the {heads} attention heads.")
+        message = f"sequence_parallel={size} does not divide the {heads} attention heads."
+        raise fail("C001", stage, message, fix=f"use a number that divides {heads}, or 1")
     reason = why_not_packed(config)
     if reason is not None:
         raise fail("C001", stage, f"sequence_parallel={size} cannot split {config.model_type!r}: {reason}.")

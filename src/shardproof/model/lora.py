@@ -54,7 +54,8 @@ def inject_lora(model: PreTrainedModel, config: Any) -> None:
     try:
         peft.inject_adapter_in_model(config, model, adapter_name=ADAPTER)
     except ValueError as error:
-        raise fail("L113", "lora", f"peft could not add adapters: {error}") from error
+        fix = "set the target modules to names of the model's linear layers, such as q_proj and v_proj"
+        raise fail("L113", "lora", f"peft could not add adapters: {error}", fix=fix) from error
     for name, module in model.named_modules():
         # peft also gets here through target_modules="all-linear" on models whose experts are fused parameters.
         if type(module).__name__ == "ParamWrapper":

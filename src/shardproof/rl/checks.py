@@ -23,6 +23,8 @@ from shardproof.shard.plan import plan_shards
 from shardproof.user_code import import_named
 from shardproof.weights.source import check_tokenizer_keys, find_folder, read_config, resolve_folder
 
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+
 
 @dataclass(frozen=True)
 class Inputs:
@@ -57,7 +59,9 @@ def check_model(recipe: Recipe, config: PretrainedConfig, num_ranks: int) -> Non
     """Raise if the checkpoint does not hold what the model needs, or the model cannot be split over the ranks."""
     model = recipe.model
     if num_ranks % model.replicate:
-        raise fail("C002", "mesh", f"replicate={model.replicate} does not divide the {num_ranks} ranks.")
+        message = f"model.replicate={model.replicate} does not divide the {num_ranks} ranks."
+        fix = "set model.replicate to a number that divides the ranks, or change train.ranks"
+        raise fail("C002", "mesh", message, fix=fix)
     check_sequence_parallel(config, model.sequence_parallel, num_ranks // model.replicate)
     if not model.random_init:
         folder = model_folder(model.path)
@@ -95,6 +99,8 @@ def _load_tokenizer(folder: Path, trust_remote_code: bool) -> Any:
             return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:  # tokenizers raise types of their own for files that are missing or wrong
         reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
+        if not any((folder / name).exists() for name in _TOKENIZER_FILES):
+            reason = f"there is none of {', '.join(_TOKENIZER_FILES)}."
         message = f"the tokenizer of {folder} cannot be loaded: {reason}"
         raise fail("C005", "data", message, fix="put the model's tokenizer files into its folder") from error
 

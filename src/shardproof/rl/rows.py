@@ -33,7 +33,8 @@ def read_rows(source: str) -> Iterable[Place]:
         return _read_lines(path)
     if path.suffix == ".parquet":
         return _read_parquet(path)
-    raise unusable(f"{path} is not a .jsonl, .json or .parquet file, and not hf:name[:config][:split].")
+    message = f"{path} is not a .jsonl, .json or .parquet file, and not hf:name[:config][:split]."
+    raise unusable(message, fix="convert it to JSONL, one object per line; see docs/data.md")
 
 
 def _read_lines(path: Path) -> Iterator[Place]:
@@ -93,7 +94,8 @@ def _read_hub(source: str) -> Iterator[Place]:
         dataset = datasets.load_dataset(name, config, split=split)
     except Exception as error:
         # The library raises dozens of types, its own and those of its storage; offline is one of them.
-        raise unusable(f"{source} cannot be loaded: {type(error).__name__}: {error}") from error
+        fix = "check the name, the config and the split, and that this machine reaches the hub or has it in its cache"
+        raise unusable(f"{source} cannot be loaded: {type(error).__name__}: {error}", fix) from error
     for place, row in _numbered(dataset, f"{source}, row "):
         try:
             pickle.dumps(row)
@@ -112,7 +114,8 @@ def _require_file(path: Path) -> None:
     siblings: list[str] = []
     with contextlib.suppress(OSError, ValueError):
         siblings = os.listdir(path.parent)
-    raise unusable(f"{path} does not exist.{did_you_mean(path.name, siblings)}")
+    fix = "correct the path: it is looked up in the recipe's folder first, then in the working directory"
+    raise unusable(f"{path} does not exist.{did_you_mean(path.name, siblings)}", fix)
 
 
 def unusable(message: str, fix: str | None = None) -> ShardproofError:
