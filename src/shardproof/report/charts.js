@@ -283,6 +283,22 @@ function redrawSoon() {
     resting = setTimeout(redraw, 150);
   });
 }
+// Groups of one or two charts share a row of three, and the last of a row fills it.
+function arrange() {
+  const groups = [...document.querySelectorAll(".group")];
+  let shown = 0, free = 3, last = null;
+  for (const group of groups) {
+    const num = group.querySelectorAll("figure:not([hidden])").length, span = Math.min(num, 3);
+    group.hidden = num === 0;
+    if (num === 0) continue;
+    if (span > free) { if (last && free) last.dataset.span = String(Number(last.dataset.span) + free); free = 3; }
+    Object.assign(group.dataset, { num: String(num), span: String(span) });
+    [free, last] = [(free - span) || 3, free === span ? null : group];
+    shown += num;
+  }
+  if (last) last.dataset.span = String(Number(last.dataset.span) + free);
+  return shown;
+}
 function redraw() {
   clearTimeout(resting);
   const sought = state.search.trim().toLowerCase().split(/\s+/).filter(Boolean);
@@ -290,13 +306,7 @@ function redraw() {
     const text = [view.title, ...view.chart.same, ...view.chart.series.map(series => series.name)].join(" ").toLowerCase();
     view.figure.hidden = !sought.every(word => text.includes(word));
   }
-  let shown = 0;
-  for (const group of document.querySelectorAll(".group")) {
-    const num = group.querySelectorAll("figure:not([hidden])").length;
-    group.hidden = num === 0;
-    group.dataset.num = String(num);
-    shown += num;
-  }
+  const shown = arrange();
   const visible = [...views.values()].filter(view => !view.figure.hidden);
   for (const view of visible) view.width = Math.max(200, view.svg.clientWidth || 380);  // all reads before all writes
   const seen = range();

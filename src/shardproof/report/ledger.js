@@ -14,7 +14,7 @@ function strip(group) {
     const ranks = num <= 8 && first.rank !== undefined;
     return make(ranks ? "b" : "i", { class: failed ? "bad" : "good", title: `${where}: ${failed ? `${failed} failed` : "passed"}${gap}` }, ranks ? where : null);
   });
-  return make("span", { class: num > 60 ? "strip many" : "strip", role: "img", "aria-label": `${group.num - group.failed} of ${group.num} passed` }, ticks);
+  return make("span", { class: num > 100 ? "strip many" : "strip", role: "img", "aria-label": `${group.num - group.failed} of ${group.num} passed` }, ticks);
 }
 function groupTitle(group) {
   return group.role ? `${group.title} · ${group.role}` : group.title;
