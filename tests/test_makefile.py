@@ -1,4 +1,4 @@
-"""`make setup` on a machine whose Python is too old, and what `make demo` says at its end."""
+"""`make setup` on a machine whose Python is too old, and what `make demo` calls."""
 
 import importlib.util
 import os
@@ -41,5 +41,6 @@ def test_a_python_that_is_too_old_is_named():
     load_check().main()
 
 
-def test_the_demo_ends_with_the_way_to_call_the_command():
-    assert "the command: .venv/bin/shardproof train" in commands_of("demo")[-1]
+def test_make_demo_is_the_command_of_the_package():
+    """It says itself, at its end, how to call the command."""
+    assert commands_of("demo")[-1] == ".venv/bin/shardproof demo --output runs/shardproof-demo"

@@ -42,7 +42,7 @@ def refused(num_ranks: int, function: Any, *args: Any) -> str:
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("optimizer.lr=0.01", "optimizer.lr is 0.01 on rank 1, 0.0006 on rank 0."),
+        ("optimizer.lr=0.01", "optimizer.lr is 0.01 on rank 1, 0.001 on rank 0."),
         ("rollout.temperature=0.5", "rollout.temperature is 0.5 on rank 1, 1.0 on rank 0."),
         ("train.steps=3", "train.steps is 3 on rank 1, 1 on rank 0."),
         ("train.seed=1", "train.seed is 1 on rank 1, 0 on rank 0."),
@@ -59,7 +59,7 @@ def test_another_recipe_on_one_rank_is_refused_with_key_rank_and_values(tmp_path
 
 def test_the_rank_that_differs_is_named_also_if_it_is_the_first(tmp_path):
     recipes = [small_recipe(tmp_path, *ONE_STEP, "optimizer.lr=0.01"), small_recipe(tmp_path, *ONE_STEP)]
-    assert "optimizer.lr is 0.01 on rank 0, 0.0006 on ranks 1, 2." in refused(3, run_one_of, recipes)
+    assert "optimizer.lr is 0.01 on rank 0, 0.001 on ranks 1, 2." in refused(3, run_one_of, recipes)
 
 
 def test_other_data_on_one_rank_is_refused(tmp_path):

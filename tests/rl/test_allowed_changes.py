@@ -31,7 +31,7 @@ def test_an_allowed_change_of_the_optimizer_takes_effect(tmp_path):
     )
     allow = ("optimizer.lr", "optimizer.weight_decay", "optimizer.betas", "critic.lr")
     run_ranks(1, run_with, small_recipe(folder, *PPO, "train.steps=2", *changed), allow)
-    assert [step["lr"] for step in trajectory(folder)] == [6e-4, 1e-5]
+    assert [step["lr"] for step in trajectory(folder)] == [1e-3, 1e-5]
     policy, critic = (groups_of(folder, role, 2) for role in ("checkpoints", "critic"))
     assert [group["lr"] for group in (*policy, *critic)] == [1e-5, 1e-5, 2e-5, 2e-5]
     assert [group["weight_decay"] for group in (*policy, *critic)] == [0.5, 0.0, 0.5, 0.0]

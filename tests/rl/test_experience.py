@@ -173,19 +173,6 @@ def test_a_run_that_begins_again_has_one_evaluation_before_its_first_step(tmp_pa
     assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [0, 1]
 
 
-def test_the_demo_shows_the_evaluation_before_the_first_step(tmp_path, capsys):
-    from shardproof.config.load import from_json
-    from shardproof.demo import print_outcome
-
-    rows = [{"eval/reward": 0.25}, *({"reward/mean": 0.5} for _ in range(5))]
-    rows[-1] = rows[-1] | {"eval/reward": 0.75}
-    write_rows(tmp_path / "metrics.jsonl", [{"step": step, "metrics": row} for step, row in enumerate(rows)])
-    print_outcome(from_json(small_recipe(tmp_path)), 3.0)
-    printed = capsys.readouterr().out
-    assert "grpo, 5 steps" in printed and "0.50 in the first five steps" in printed
-    assert "0.25 before the first step, 0.75 after the last" in printed
-
-
 # Which prompts count.
 
 SUMS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(1, 5) for b in range(1, 5)]

@@ -37,7 +37,7 @@ def test_it_learns_what_it_is_shown_and_is_measured_by_loss_and_reward(tmp_path)
     first, second = run_ranks(2, run_recipe, small_recipe(tmp_path / "run", *overrides))
     assert comparable(first) == comparable(second)
     steps = trajectory(tmp_path / "run")
-    assert steps[0]["loss/policy"] > 0.8 and steps[-1]["loss/policy"] < 0.3
+    assert steps[0]["loss/policy"] > 0.5 and steps[-1]["loss/policy"] < 0.3
     assert steps[14]["eval/loss"] > steps[-1]["eval/loss"]
     assert steps[-1]["eval/reward"] > 0.7
 

@@ -16,6 +16,7 @@ require_packages()  # before anything that needs them is imported
 
 import typer  # noqa: E402
 
+from shardproof.cli.demo import demo  # noqa: E402
 from shardproof.cli.train import train  # noqa: E402
 from shardproof.doctor.commands import CountingCommand, doctor, estimate  # noqa: E402
 from shardproof.report.commands import report, watch  # noqa: E402
@@ -23,6 +24,7 @@ from shardproof.text import sanitise_logging  # noqa: E402
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 app.command()(train)
+app.command()(demo)
 app.command()(report)
 app.command()(watch)
 app.command(cls=CountingCommand)(doctor)
