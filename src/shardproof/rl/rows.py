@@ -34,7 +34,7 @@ def read_rows(source: str) -> Iterable[Place]:
     if path.suffix == ".parquet":
         return _read_parquet(path)
     message = f"{path} is not a .jsonl, .json or .parquet file, and not hf:name[:config][:split]."
-    raise unusable(message, fix="convert it to JSONL, one object per line; see docs/data.md")
+    raise unusable(message, fix="convert it to JSONL, one object per line; see docs/own-data.md")
 
 
 def _read_lines(path: Path) -> Iterator[Place]:
