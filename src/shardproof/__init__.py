@@ -24,6 +24,7 @@ _EXPORTS = {
     "StepResult": "shardproof.train.trainer",
     "Loss": "shardproof.train.loss",
     "save_pretrained": "shardproof.export.pretrained",
+    "verify_pretrained": "shardproof.export.receipts",
     "save_checkpoint": "shardproof.checkpoints.save",
     "resume": "shardproof.checkpoints.resume",
     "SharedWeights": "shardproof.export.shared",
@@ -62,6 +63,7 @@ if TYPE_CHECKING:
         TrainFault,
     )
     from shardproof.export.pretrained import save_pretrained
+    from shardproof.export.receipts import verify_pretrained
     from shardproof.export.shared import SharedWeights
     from shardproof.export.stream import WeightStream
     from shardproof.findings import Finding

@@ -17,6 +17,7 @@ require_packages()  # before anything that needs them is imported
 import typer  # noqa: E402
 
 from shardproof.cli.demo import demo  # noqa: E402
+from shardproof.cli.publish import push, verify  # noqa: E402
 from shardproof.cli.train import train  # noqa: E402
 from shardproof.doctor.commands import CountingCommand, doctor, estimate  # noqa: E402
 from shardproof.report.commands import report, watch  # noqa: E402
@@ -27,6 +28,8 @@ app.command()(train)
 app.command()(demo)
 app.command()(report)
 app.command()(watch)
+app.command()(verify)
+app.command()(push)
 app.command(cls=CountingCommand)(doctor)
 app.command(cls=CountingCommand)(estimate)
 

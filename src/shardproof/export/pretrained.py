@@ -29,6 +29,7 @@ from shardproof.weights.model_folder import (
     ADAPTER_CONFIG,
     ADAPTER_NAME,
     CONFIG_NAME,
+    RECEIPT_NAME,
     STAGE,
     ModelFolder,
 )
@@ -37,7 +38,7 @@ from shardproof.weights.writer import FilePlan, FileWriter, plan_files, write_in
 
 _MAX_FILE_BYTES = 4 * 10**9
 # Weights, config and index are written anew; the other files of the source folder are copied.
-_NOT_COPIED = {CONFIG_NAME, ADAPTER_CONFIG}
+_NOT_COPIED = {CONFIG_NAME, ADAPTER_CONFIG, RECEIPT_NAME}
 _COPIED_SUFFIXES = {".json", ".txt", ".model", ".jinja", ".py", ".tiktoken"}
 
 

@@ -21,6 +21,7 @@ from shardproof.export.pretrained import save_pretrained
 from shardproof.files import FolderLock, append_line, current_folder, replace_folder
 from shardproof.report.page import write_report
 from shardproof.rl.data import Prompt, PromptStream
+from shardproof.rl.hub import publish
 from shardproof.rl.loggers import (
     EVENTS_NAME,
     LINES,
@@ -30,6 +31,7 @@ from shardproof.rl.loggers import (
     supersede,
 )
 from shardproof.rl.place import (
+    ADAPTER,
     CHECKPOINTS,
     CRITIC,
     MODEL,
@@ -126,8 +128,9 @@ class RunFolder:
             for later in checkpoint_steps(root):
                 if later > step:
                     self._put_aside(step, root / checkpoint_name(later))
-        if (self.path / MODEL).is_dir():  # where there is one, a run was complete
-            self._put_aside(step, self.path / MODEL)
+        for name in (MODEL, ADAPTER):  # where there is one, a run was complete
+            if (self.path / name).is_dir():
+                self._put_aside(step, self.path / name)
         self._supersede(step)
 
     def _put_aside(self, step: int, folder: Path) -> None:
@@ -297,9 +300,23 @@ def save(folder: RunFolder, policy: Trainer, critic: Trainer | None, stream: Pro
 
 
 def save_model(folder: RunFolder, policy: ShardedModel, step: int) -> None:
-    """Write the final model, once a run is complete. Collective: every rank."""
+    """Write the final model, and a LoRA run's adapter beside it, once a run is complete; upload it if that is asked for.
+
+    Collective: every rank. Rank 0 alone uploads.
+    """
     name = folder.recipe.output.model_dtype
     dtype = "checkpoint" if name is None else getattr(torch, name)
-    logger.info("writing the model to %s ...", folder.path / MODEL)
-    with proving(folder, step, "export", path=MODEL) as proof:
-        proof.take(save_pretrained(policy, folder.path / MODEL, dtype))
+    receipts = {}
+    for place in (MODEL, ADAPTER) if policy.has_lora else (MODEL,):
+        logger.info("writing the %s to %s ...", place, folder.path / place)
+        is_model = place == MODEL
+        with proving(folder, step, "export", path=place) as proof:
+            target = folder.path / place
+            receipts[place] = save_pretrained(
+                policy, target, dtype if is_model else None, merge_lora=is_model
+            )
+            proof.take(receipts[place])
+    problem = publish(folder.path, folder.recipe, receipts) if dist.get_rank() == 0 else None
+    if problem is not None:
+        logger.warning("%s", problem)
+        folder.note(step, "publish", problem)

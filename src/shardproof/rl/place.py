@@ -28,7 +28,7 @@ from shardproof.rl.same_run import (
 )
 
 SETTINGS_NAME = "config.json"
-CHECKPOINTS, CRITIC, MODEL = "checkpoints", "critic", "model"
+CHECKPOINTS, CRITIC, MODEL, ADAPTER = "checkpoints", "critic", "model", "adapter"
 _MARK = "shardproof"  # the key that tells a run's config.json from a model's
 # What people keep beside a run before it starts.
 _HARMLESS = (".log", ".txt", ".out", ".err", ".pid", ".toml", ".sh", ".md")

@@ -31,6 +31,7 @@ from shardproof.model.roles import POLICY
 from shardproof.model.skeleton import build_skeleton
 from shardproof.rl.algorithms.registry import find_algorithm
 from shardproof.rl.checks import model_folder
+from shardproof.rl.hub import check_hub
 from shardproof.rl.place import CHECKPOINTS, check_folder, checkpoint_steps
 from shardproof.rl.same_run import Resume
 from shardproof.rl.trackers import check_logins
@@ -126,9 +127,9 @@ def check_packages(start: Start) -> list[Finding]:
     ]
 
 
-def check_trackers(start: Start) -> list[Finding]:
-    """This user is logged in where trackers need it."""
-    return check_logins(start.recipe.output)
+def check_accounts(start: Start) -> list[Finding]:
+    """This user is logged in where trackers, or the upload of the model, need it."""
+    return check_logins(start.recipe.output) + check_hub(start.recipe.output)
 
 
 def _needed(recipe: Recipe) -> dict[str, str]:
@@ -269,7 +270,7 @@ def _held_in_host(recipe: Recipe, num_elements: int, num_ranks: int) -> int:
 CHECKS: tuple[Callable[[Start], list[Finding]], ...] = (
     check_versions,
     check_packages,
-    check_trackers,
+    check_accounts,
     check_devices,
     check_vllm,
     check_output,

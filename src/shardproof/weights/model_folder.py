@@ -27,6 +27,7 @@ STAGE = "save_pretrained"
 ADAPTER_NAME = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
 CONFIG_NAME = "config.json"
+RECEIPT_NAME = "receipt.json"  # of the weights beside it, and of no others
 _WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".gguf"}
 
 
@@ -132,9 +133,11 @@ class ModelFolder:
 
     def _is_stale(self, path: Path, files: set[str]) -> bool:
         """Whether a file of an earlier save has no place beside the new ones."""
-        if self.adapter_only or path.name in files:
+        if self.adapter_only:
+            return self.is_replaced and path.name == RECEIPT_NAME
+        if path.name in files:
             return False
-        return _is_weights(path) or path.name in (INDEX_NAME, ADAPTER_CONFIG)
+        return _is_weights(path) or path.name in (INDEX_NAME, ADAPTER_CONFIG, RECEIPT_NAME)
 
     def _carry_over(self, files: set[str]) -> None:
         """Link the folder's other files into the new one."""
