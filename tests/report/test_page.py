@@ -108,6 +108,25 @@ def test_a_failed_proof_is_red_at_the_top(tab, tmp_path):
     assert "'lm_head.weight' is wrong." in tab.text("[data-proof=sync]")
 
 
+@pytest.mark.fault
+def test_a_proof_that_ended_the_run_is_named_once(tab, tmp_path):
+    folder = make_run(tmp_path / "run")
+    text = "R503 sync: their log-probs differ.\nFix: compare their weights"
+    finding = {
+        "code": "R503",
+        "stage": "sync",
+        "message": "their log-probs differ.",
+        "rank": None,
+        "fix": None,
+    }
+    add_events(folder, sync(9, passed=False, text=text, findings=[finding]))
+    add_events(folder, {"step": 9, "kind": "finding", "text": text})
+    open_run(tab, folder)
+    assert tab.texts("#alerts .alert > summary b") == ["Failed proofs: 1"]
+    assert tab.text("#alerts .text") == " ".join(text.split())
+    assert tab.texts("[data-proof=sync] .text.bad") == [" ".join(text.split())]
+
+
 def test_thousands_of_syncs_are_one_row_that_opens_page_by_page(tab, tmp_path):
     folder = make_run(tmp_path / "run")
     write_lines(folder / "events.jsonl", [sync(step, passed=step != 1500) for step in range(3000)])
@@ -251,6 +270,7 @@ def test_how_the_run_ended(tab, tmp_path, status, shown):
     (folder / "run.json").write_text(json.dumps(make_facts(status)))
     open_run(tab, folder)
     assert tab.text("header .status") == shown
+    assert tab.count("#alerts .alert.bad") == (status == "failed")
 
 
 def test_an_empty_folder_has_a_page(tab, tmp_path):

@@ -112,27 +112,29 @@ def _order(name: str) -> tuple[int, str]:
 
 def _constant(name: str, curves: Sequence[dict[str, Curve]]) -> tuple[float | None] | None:
     """(the one value that a metric has at every step of every run,), or None if it changes or is seen once only."""
-    values = [value for each in curves if name in each for value in each[name].values]
-    if name in ALWAYS_SHOWN or len(values) < 2 or any(value != values[0] for value in values):
+    lists = [each[name].values for each in curves if name in each]
+    first = lists[0][0]
+    if name in ALWAYS_SHOWN or sum(map(len, lists)) < 2:
         return None
-    return (values[0],)
+    return (first,) if all(values.count(first) == len(values) for values in lists) else None
 
 
 def _duplicates(names: Iterable[str], curves: Sequence[dict[str, Curve]]) -> dict[str, list[str]]:
     """Each metric with the later ones that have the same values at the same steps in every run."""
     kept: dict[str, list[str]] = {}
-    by_content: dict[tuple[Any, ...], str] = {}
+    alike: dict[tuple[Any, ...], list[str]] = {}  # metrics that have the same first and last values
     for name in names:
         found = [each.get(name) for each in curves]
-        content = tuple(
-            (tuple(curve.places), tuple(curve.values)) if curve is not None else None for curve in found
-        )
-        first = by_content.setdefault(content, name)
+        ends = tuple(None if curve is None else (curve.values[0], curve.values[-1]) for curve in found)
         # One point says little about a curve: two metrics may agree in it by chance.
-        if first == name or all(curve is None or len(curve.places) < 2 for curve in found):
-            kept[name] = []
-        else:
+        is_long = any(curve is not None and len(curve.places) > 1 for curve in found)
+        others = alike.setdefault(ends, []) if is_long else []
+        first = next((other for other in others if [each.get(other) for each in curves] == found), None)
+        if first is not None:
             kept[first].append(name)
+        else:
+            others.append(name)
+            kept[name] = []
     return kept
 
 
@@ -141,7 +143,7 @@ def _series(curve: Curve, band: Curve | None, run: Run) -> dict[str, Any]:
     steps = [curve.places[place] for place in places]
     series: dict[str, Any] = {
         "values": [_short(curve.values[place]) for place in places],
-        "missing": sum(value is None for value in curve.values),
+        "missing": curve.values.count(None),
         "thinned": len(places) < len(curve.values),
     }
     if len(steps) != len(run.steps):  # places of all steps need not be said
@@ -160,11 +162,12 @@ def thin(values: Values, limit: int = MAX_POINTS) -> list[int]:
     chosen = {0, len(values) - 1}
     for bucket in range(num_buckets):
         begin, end = (len(values) * edge // num_buckets for edge in (bucket, bucket + 1))
-        known = [(value, begin + place) for place, value in enumerate(values[begin:end]) if value is not None]
+        bucket_values = values[begin:end]
+        known = [value for value in bucket_values if value is not None]
         if known:
-            chosen |= {min(known)[1], max(known)[1]}
-        if len(known) < end - begin:
-            chosen.add(begin + values[begin:end].index(None))
+            chosen |= {begin + bucket_values.index(min(known)), begin + bucket_values.index(max(known))}
+        if len(known) < len(bucket_values):
+            chosen.add(begin + bucket_values.index(None))
     return sorted(chosen)
 
 

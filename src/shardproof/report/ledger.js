@@ -32,7 +32,7 @@ function receipt(entry, key) {
   const first = (entry.findings || [])[0] || entry.text || "details";
   return details(key, { class: "receipt" }, [make("span", { class: "first" }, first.split("\n")[0].slice(0, 160)), make("span", { class: "opened" }, "receipt")], () => [
     (entry.findings || []).map(text => make("div", { class: "text bad" }, text)),
-    entry.text ? make("div", { class: "text" }, entry.text) : null,
+    entry.text ? make("div", { class: entry.passed ? "text" : "text bad" }, entry.text) : null,
     entry.details ? make("dl", { class: "fields" }, entry.details.map(([name, value]) => [make("dt", {}, name), make("dd", {}, value)])) : null,
   ].filter(Boolean), !entry.passed);
 }
@@ -46,7 +46,7 @@ function entryTable(group, key) {
     const has = name => all.some(entry => entry[name] !== undefined && entry[name] !== null);
     const columns = [["Step", entry => String(entry.step ?? "-")], has("rank") && ["Rank", entry => String(entry.rank ?? "-")],
       ["Result", entry => badge(entry.passed, entry.passed ? "passed" : "failed")],
-      has("gap") && ["Canary gap", entry => Number.isFinite(entry.gap) ? format(entry.gap) : "-"],
+      has("gap") && [`Canary gap${Number.isFinite(group.tolerance) ? ` (allowed ${format(group.tolerance)})` : ""}`, entry => Number.isFinite(entry.gap) ? format(entry.gap) : "-"],
       has("seconds") && ["Time", entry => Number.isFinite(entry.seconds) ? duration(entry.seconds) : "-"],
       ["Receipt", entry => receipt(entry, `${key}/${entry.step}/${entry.rank}/${all.indexOf(entry)}`)]].filter(Boolean);
     const turn = (to, text, name) => make("button", { type: "button", disabled: to < 0 || to >= num, "aria-label": name, onclick: () => { state.pages.set(key, to); render(); } }, text);

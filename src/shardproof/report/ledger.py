@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from shardproof.report.read import Record, finite, step_of
+from shardproof.report.read import Record, dig, finite, step_of
 
 PROOFS = {
     "load": "Load",
@@ -60,8 +60,11 @@ def alerts_of(events: Sequence[Record]) -> list[dict[str, Any]]:
     """What a reader must see first: failed proofs, findings, reward errors and skipped steps, the worst first."""
     failed = [event for event in events if event.get("kind") == "proof" and event.get("passed") is not True]
     alerts = [_alert("failed", "bad", "Failed proofs", failed)] if failed else []
+    named = {(step_of(event), str(event.get("text"))) for event in failed}
     for kind, (tone, title) in ALERTS.items():
         found = [event for event in events if event.get("kind") == kind]
+        # A failed proof that ended the run is also a finding, in the same words.
+        found = [event for event in found if (step_of(event), str(event.get("text"))) not in named]
         if found:
             alerts.append(_alert(kind, tone, title, found))
     return alerts
@@ -103,10 +106,17 @@ def _alert(kind: str, tone: str, title: str, events: Sequence[Record]) -> dict[s
 
 
 def _problem(event: Record) -> str:
-    """A failed proof in words: its findings, or its receipt."""
-    findings = event.get("findings")
-    messages = [_finding_text(each) for each in findings] if isinstance(findings, list) else []
-    return "\n".join(messages) or str(event.get("text") or event.get("compared") or "no text was recorded")
+    """A failed proof in words: its findings, or its text where that has them already."""
+    text = str(event.get("text") or event.get("compared") or "no text was recorded")
+    return "\n".join(_findings(event)) or text
+
+
+def _findings(event: Record) -> list[str]:
+    """The findings of a proof that its text does not say."""
+    findings, text = event.get("findings"), str(event.get("text"))
+    if not isinstance(findings, list):
+        return []
+    return [_finding_text(each) for each in findings[:20] if str(dig(each, "message") or each) not in text]
 
 
 def _finding_text(finding: Any) -> str:
@@ -161,7 +171,6 @@ def _entries(events: Sequence[Record]) -> list[Any]:
 
 
 def _entry(event: Record, passed: bool) -> dict[str, Any]:
-    findings = event.get("findings")
     entry = {
         "step": step_of(event),
         "passed": passed,
@@ -169,9 +178,7 @@ def _entry(event: Record, passed: bool) -> dict[str, Any]:
         "gap": _detail(event, "gap"),
         "seconds": finite(event.get("seconds")),
         "text": cut(event.get("text", "")),
-        "findings": [cut(_finding_text(each)) for each in findings[:20]]
-        if isinstance(findings, list)
-        else [],
+        "findings": [cut(text) for text in _findings(event)],
         **_fields(
             event,
             "step",

@@ -26,7 +26,8 @@ function alertBox(alert, run) {
 function alertsSection(run) {
   const { alerts, ledger, header } = run;
   if (alerts.length) return make("div", { id: "alerts" }, alerts.map(alert => alertBox(alert, header.name)));
-  const quiet = ledger.num > 0 && header.status !== "failed";
+  if (header.status === "failed") return make("div", { id: "alerts" }, make("p", { class: "alert bad", role: "alert" }, "The run failed. The terminal, or the log of the job, has its last message."));
+  const quiet = ledger.num > 0;
   return make("div", { id: "alerts" }, quiet ? make("p", { class: "quiet" }, "✓ No findings, no reward errors, no skipped steps.") : null);
 }
 function splitBar(parts) {
