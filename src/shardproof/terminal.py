@@ -110,10 +110,10 @@ class Live(Terminal):
     def emit(self, record: logging.LogRecord) -> None:
         text, bar = _text(record), getattr(record, "bar", None)
         self._finish_ongoing()
-        if isinstance(bar, Bar) and not bar.ended:
-            self._draw_bar(bar)
-            return
         if isinstance(bar, Bar):
+            self._draw_bar(bar)
+            if not bar.ended:
+                return
             self.pause()
         if record.levelno >= logging.WARNING:
             self._print(f"{_severity(record)}{text}", "red" if record.levelno >= logging.ERROR else "yellow")
@@ -158,7 +158,8 @@ class Live(Terminal):
         if self._bar is None:
             self._bar = _make_bar(self._console)
             self._bar.add_task(bar.text, total=bar.total, completed=bar.done, unit=bar.unit)
-        self._bar.update(self._bar.task_ids[0], completed=bar.done, description=bar.text)
+        description = {"description": bar.text} if bar.text else {}
+        self._bar.update(self._bar.task_ids[0], completed=bar.done, **description)
         self._draw()
 
     def _draw(self) -> None:

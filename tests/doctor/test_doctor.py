@@ -18,9 +18,10 @@ from shardproof.doctor.results import Buffer, Examination, Report, Stage
 from shardproof.errors import ConfigError
 from shardproof.findings import Finding
 from shardproof.shard.torch_private import local_tensor
+from tests.doctor.page_reader import open_page, rows, text_of, tiles
 from tests.models import EXTRA_FAMILIES, FAMILIES, make_checkpoint
 from tests.ranks import run_ranks
-from tests.rl.test_report import HOSTILE, open_page, rows, text_of, tiles
+from tests.report.folders import HOSTILE
 
 pytestmark = pytest.mark.distributed
 

@@ -120,6 +120,7 @@ def run_attached(
     logging.getLogger("shardproof.train.trainer").setLevel(logging.WARNING)
     logger.info("importing torch and transformers ...")
     import torch.distributed as dist
+    import transformers
 
     from shardproof.config.load import from_json
     from shardproof.dist.launch import shut_down
@@ -128,6 +129,7 @@ def run_attached(
     from shardproof.rl.stopping import Stopped
 
     terminal.adopt(*LIBRARIES)
+    transformers.utils.logging.disable_progress_bar()  # ours would be torn by theirs
     try:
         # Ranks that are started again go on from their own newest checkpoint.
         again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"

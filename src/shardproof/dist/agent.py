@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import hmac
+import logging
 import multiprocessing
 import os
 import signal
@@ -31,6 +32,8 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, Token, create_handler
+
+logger = logging.getLogger(__name__)
 
 _FAILED_GRACE_S = 30  # for ranks that are ended because another one failed
 _SAME_INTERRUPT_S = 1.0  # a terminal and a wrapper may both deliver one Ctrl-C
@@ -151,6 +154,8 @@ class Agent(LocalElasticAgent):
         number = death_sig if death_sig is not None else signal.SIGTERM
         with self._kill_on_interrupt():
             if self._pcontext is not None:
+                if death_sig is not None:
+                    logger.info("stopping the ranks; press Ctrl-C again to kill them")
                 self._pcontext.close(number, grace_s)
             super()._shutdown(number)
 

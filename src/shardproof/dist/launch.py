@@ -7,6 +7,7 @@ import datetime
 import itertools
 import logging
 import os
+import re
 import signal
 import socket
 import sys
@@ -33,6 +34,13 @@ _STORE_FOLDER = "SHARDPROOF_STORE_FOLDER"
 _MIN_SECRET = 16  # characters
 _GRACE_S = "180"  # for the step and the checkpoint that ranks finish after a signal
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+_AGENT_LOGGERS = (
+    "torch.distributed.elastic.agent.server.api",
+    "torch.distributed.elastic.multiprocessing.api",
+)
+# What torch's agent says whenever it ends ranks. Why it ends them is said by those who ask it to.
+_ROUTINE = re.compile(r"Received \d+ death signal|(Closing|Sending) process \d+")
 
 _groups_made = itertools.count()
 
@@ -143,6 +151,8 @@ def start_ranks(
     """
     from shardproof.dist.agent import Agent, OneNode, make_spec
 
+    for name in _AGENT_LOGGERS:
+        logging.getLogger(name).addFilter(_is_news)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = _signals_to_handle()
     grace_s = int(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _GRACE_S))
@@ -157,6 +167,10 @@ def start_ranks(
         rank_args = (os.getpid(), environment, loopback_only and max_nodes == 1, function, args)
         spec = make_spec(handler, _run_rank, rank_args, num_ranks, max_restarts)
         return _results(Agent(spec, folder, final_exit_codes, grace_s), handler)
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    return _ROUTINE.match(record.getMessage()) is None
 
 
 def _results(agent: Agent, handler: RendezvousHandler) -> dict[int, Any]:

@@ -1,8 +1,9 @@
-"""The commands `shardproof doctor` and `shardproof estimate`: from options to a request, to ranks, to a report."""
+"""The command `shardproof doctor`: from options to a request, to ranks, to a report."""
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 import tempfile
@@ -13,12 +14,17 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
+from shardproof import __version__
 from shardproof.bounds import require_number
 from shardproof.doctor.request import Layout, Request, layouts_of
 from shardproof.doctor.results import USAGE_EXIT, Examination, Report, Stage
 from shardproof.errors import ShardproofError
 from shardproof.findings import Finding
+from shardproof.terminal import Terminal, attached
 
+logger = logging.getLogger(__name__)
+
+_INTERRUPTED = 130  # as a shell's, after Ctrl-C
 _MAX_STARTED = 1024  # processes on one node, as in a recipe
 _FIXES = {
     -9: "give it more memory, or run shardproof estimate first: most often the system ended it for lack of memory",
@@ -61,6 +67,7 @@ def doctor(
     trust_remote_code: Annotated[bool, typer.Option(help="run the model's own code")] = False,
     json_path: Annotated[Path | None, typer.Option("--json", help="write the report as JSON")] = None,
     html_path: Annotated[Path | None, typer.Option("--html", help="write the report as a page")] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="no progress, only the report")] = False,
 ) -> None:
     """Load, attest, score, step, stream, verify and generate; the exit code is the number of findings, at most 100."""
     base = Layout(
@@ -87,12 +94,13 @@ def doctor(
         timeout_s=timeout,
         matrix=matrix,
     )
-    try:
-        request.check()
-        report = examine_on_ranks(request)
-    except ShardproofError as error:
-        print(error, file=sys.stderr)
-        raise SystemExit(USAGE_EXIT) from None
+    with attached(quiet, rank=int(os.environ.get("RANK", "0"))) as terminal:
+        try:
+            request.check()
+            report = examine_on_ranks(request, quiet, terminal)
+        except ShardproofError as error:
+            terminal.show(str(error))
+            raise SystemExit(USAGE_EXIT) from None
     if os.environ.get("RANK", "0") == "0":
         _show(report, matrix, json_path, html_path)
     refused = not matrix and any(row.refused is not None for row in report.examinations)
@@ -160,19 +168,29 @@ def _show(report: Report, matrix: bool, json_path: Path | None, html_path: Path 
         write_page(report, html_path)
 
 
-def examine_on_ranks(request: Request) -> Report:
-    """The report of ranks started for it, or of this one if torchrun started it."""
-    from shardproof.dist.launch import RankFailed, start_ranks
-    from shardproof.doctor.run import run_rank
-
+def examine_on_ranks(request: Request, quiet: bool, terminal: Terminal) -> Report:
+    """The report of ranks started for it, or of this one if torchrun started it. Ctrl-C exits."""
+    logger.info("shardproof %s: doctor of %s", __version__, request.label)
     text = json.dumps(request.to_json())
     if "RANK" in os.environ:
-        return Report.from_json(run_rank(text))
+        from shardproof.doctor.run import run_attached
+
+        return Report.from_json(run_attached(text))
+    logger.info("starting %d ranks ...", request.ranks)
+    from torch.distributed.elastic.multiprocessing import SignalException
+
+    from shardproof.dist.launch import RankFailed, RanksKilled, start_ranks
+    from shardproof.doctor.run import run_rank
+
+    terminal.pause()  # rank 0 draws from here on
     require_number("doctor", "--ranks", request.ranks, at_most=_MAX_STARTED)
     started = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="shardproof-doctor-") as progress:
         try:
-            report = start_ranks(run_rank, text, progress, num_ranks=request.ranks)[0]
+            report = start_ranks(run_rank, text, progress, quiet, num_ranks=request.ranks)[0]
+        except (SignalException, RanksKilled):
+            terminal.show("interrupted; nothing was written")
+            raise SystemExit(_INTERRUPTED) from None
         except RankFailed as error:
             stages = _stages_of_failed_rank(error, Path(progress))
             row = Examination("ranks did not finish", stages)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gc
 import json
+import logging
+import os
 import platform
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +31,13 @@ from shardproof.errors import ConfigError, ShardproofError
 from shardproof.model.roles import POLICY
 from shardproof.model.skeleton import build_skeleton
 from shardproof.shard.memory import PeakMemory
+from shardproof.terminal import LIBRARIES, Bar, attached
 from shardproof.text import sanitise_logging
 from shardproof.weights.source import read_config
 
+logger = logging.getLogger(__name__)
+
+_INTERRUPTED = 130  # as a shell's, after Ctrl-C
 # After these the ranks' connections are lost, and no further stage can run.
 _LOST = {"T308", "E406"}
 
@@ -48,14 +54,46 @@ def examine(request: Request, progress: Path | None = None) -> Report:
         if isinstance(folder, Examination):
             examinations.append(folder)
         else:
-            for layout in _layouts(request, folder):
-                examination, tokens = _examine(request, layout, folder, progress)
+            layouts = _layouts(request, folder)
+            for number, layout in enumerate(layouts):
+                reporter = _Reporter(request.matrix, number, len(layouts), layout, progress)
+                examination, tokens = _examine(request, layout, folder, reporter)
                 examinations.append(examination)
                 longest = max(longest, tokens)
                 if {finding.code for finding in examinations[-1].findings} & _LOST:
                     break
     seconds = time.perf_counter() - started
     return Report(request.label, _facts(request, longest), tuple(examinations), seconds)
+
+
+@dataclass(frozen=True)
+class _Reporter:
+    """Reports which layout and which probe of how many is running."""
+
+    is_matrix: bool
+    number: int
+    num_layouts: int
+    layout: Layout
+    folder: Path | None  # where each rank notes what it is at, for the launcher to read if the rank dies
+
+    def begin(self, probe: int, name: str) -> None:
+        if self.folder is not None:
+            self.folder.joinpath(f"rank-{dist.get_rank()}").write_text(f"{name} ({self.layout})")
+        if probe == 0 or not self.is_matrix:
+            where = f"layout {self.number + 1} of {self.num_layouts}: {self.layout}"
+            text = where if self.is_matrix else f"{name}, {where}"
+            logger.info("%s", text, extra={"bar": self._bar(probe, text)})
+
+    def end(self) -> None:
+        if self.number + 1 == self.num_layouts:
+            bar = self._bar(len(STAGES), "", ended=True)
+            logger.info("%d %ss done", bar.done, bar.unit, extra={"bar": bar})
+
+    def _bar(self, probe: int, text: str, ended: bool = False) -> Bar:
+        if self.is_matrix:
+            return Bar("layout", self.number + ended, self.num_layouts, text, ended)
+        num = len(STAGES)
+        return Bar("probe", self.number * num + probe, self.num_layouts * num, text, ended)
 
 
 def _layouts(request: Request, folder: str) -> Sequence[Layout]:
@@ -68,9 +106,24 @@ def _layouts(request: Request, folder: str) -> Sequence[Layout]:
     return [Layout(**row) for row in found[0]]
 
 
-def run_rank(request_json: str, progress: str | None = None) -> dict[str, Any]:
+def run_rank(request_json: str, progress: str, quiet: bool) -> dict[str, Any]:
     """One rank's examination, as the launcher starts it."""
     sanitise_logging()
+    with attached(quiet, rank=int(os.environ["RANK"])) as terminal:
+        terminal.adopt(*LIBRARIES)
+        # The report says what they would.
+        logging.getLogger("shardproof.train.trainer").setLevel(logging.WARNING)
+        transformers.utils.logging.disable_progress_bar()
+        try:
+            return run_attached(request_json, progress)
+        except KeyboardInterrupt:
+            # At once: the terminal's Ctrl-C and the launcher's come one after the other, and other ranks may be gone.
+            terminal.pause()
+            os._exit(_INTERRUPTED)
+
+
+def run_attached(request_json: str, progress: str | None = None) -> dict[str, Any]:
+    """One rank's examination, in a process whose terminal is attached."""
     request = Request.from_json(json.loads(request_json))
     try:
         return examine(request, Path(progress) if progress else None).to_json()
@@ -129,7 +182,7 @@ def _save_random(request: Request, folder: Path) -> None:
     model.save_pretrained(folder)
 
 
-def _examine(request: Request, layout: Layout, folder: str, progress: Path | None) -> tuple[Examination, int]:
+def _examine(request: Request, layout: Layout, folder: str, reporter: _Reporter) -> tuple[Examination, int]:
     """One layout, stage by stage, and the length of its longest sequence.
 
     A stage that fails does not keep the later ones from running if they can.
@@ -138,9 +191,8 @@ def _examine(request: Request, layout: Layout, folder: str, progress: Path | Non
     """
     patient = Patient(request, layout, folder)
     stages: list[Stage] = []
-    for name, probe in STAGES:
-        if progress is not None:
-            progress.joinpath(f"rank-{dist.get_rank()}").write_text(f"{name} ({layout})")
+    for number, (name, probe) in enumerate(STAGES):
+        reporter.begin(number, name)
         try:
             stages.append(_run_stage(name, probe, patient))
         except ConfigError as error:
@@ -149,6 +201,7 @@ def _examine(request: Request, layout: Layout, folder: str, progress: Path | Non
         codes = {finding.code for finding in stages[-1].findings}
         if codes & _LOST or (name == "load" and codes) or (name == "stream" and patient.manifest is None):
             break
+    reporter.end()
     buffers, longest = tuple(patient.buffers), patient.longest
     del patient
     gc.collect()
