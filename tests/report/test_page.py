@@ -182,7 +182,7 @@ def test_key_numbers(tab, tmp_path):
     labels = tab.texts("#numbers dt")
     values = dict(zip(labels, tab.texts("#numbers dd:not(.more)"), strict=True))
     assert values["Reward"] == "0.35 → 0.7"
-    assert values["Held-out reward"] == "0.625 ± 0.062 → 0.75 ± 0.031"
+    assert values["Held-out reward"] == "0.625 ± 0.062 → 0.750 ± 0.031"
     assert values["Tokens per second"] == "15,004" and values["Time per step"] == "20 s"
     split = values["Where the time went"]
     assert split == "Rollout 50%Waiting for rewards 10%Update 30%Other parts of steps 10%Checkpoints 0.3%"

@@ -178,10 +178,16 @@ def _change(run: Run, label: str, name: str) -> dict[str, str] | None:
 
 
 def _with_error(value: float, error: float | None) -> str:
-    return f"{value:.3g}" if error is None else f"{value:.3g}\u00a0±\u00a0{error:.2g}"
+    if error is None:
+        return f"{value:.3g}"
+    digits = ".3f" if 1e-3 <= error and abs(value) < 100 else ".3g"
+    return f"{value:{digits}}\u00a0±\u00a0{error:{digits}}"
 
 
 def _plain(value: Any) -> str:
+    """A setting as a recipe writes it, with "none" for what is switched off."""
+    if value is None:
+        return "none"
     return cut(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str), 500)
 
 
