@@ -24,6 +24,7 @@ def capture(
     The step is run twice first, for what happens in a first run only, and `rewind` after each. A host waits, for example,
     for token counts of experts that run one by one. Whatever fails is raised, with the caller's stream as it was.
     """
+    logger.info("recording the decoding step as a CUDA graph ...")
     before = torch.cuda.current_stream(device)
     try:
         stream = torch.cuda.Stream(device)

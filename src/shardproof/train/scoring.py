@@ -115,6 +115,7 @@ def _check_compiled(policy: ShardedModel, scoring: Scoring, limit: float) -> Non
     probe = Batch([[(17 * i + 3 * n + 1) % vocabulary for i in range(length)] for n in range(4)])
     problem: str | None = f"sequences are not packed ({scoring.reason})"
     if scoring.packed:
+        logger.info("compiling the %s's blocks and comparing them with the uncompiled ones ...", policy.role)
         with torch.no_grad(), evaluating(policy):
             found = _probe(policy, probe, scoring)
             with uncompiled():
