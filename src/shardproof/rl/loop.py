@@ -77,6 +77,9 @@ def _train(run: Run, folder: RunFolder, stop: StopFlag, loggers: Sequence[Logger
     with together("output"):
         folder.check_content(run.prompts, run.held_out)
     step = saved = resume_last(folder, run.policy, run.critic, run.stream)
+    if step >= run.recipe.train.steps:
+        message = "nothing is left to train: step %d is saved and train.steps is %d; raise train.steps"
+        logger.warning(message, step, run.recipe.train.steps)
     logger.info("sending the weights to the engine and comparing its log-probs ...")
     metrics = _sync(run, step, folder)
     with together("output"):
