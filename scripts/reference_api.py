@@ -75,7 +75,7 @@ trainer.step(batch, loss="policy", micro_batch_tokens=1024)""",
     ),
     (
         "Export",
-        ("WeightStream", "SharedWeights", "save_pretrained"),
+        ("WeightStream", "SharedWeights", "save_pretrained", "verify_pretrained"),
         """\
 with sp.WeightStream(policy) as stream:
     for name, tensor in stream:  # whole tensors under checkpoint names, on every rank
