@@ -82,7 +82,7 @@ test-runs: $(STAMP) browser
 
 # The documentation: built as a site, its reference pages compared with the source, its code blocks run.
 test-docs: $(STAMP) browser
-	$(PYTEST) tests/docs
+	$(PYTEST) -n 2 tests/docs
 
 test-vllm: $(VLLM_STAMP)
 	$(PYTEST) -n 2 tests/rollout/vllm
