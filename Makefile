@@ -77,8 +77,7 @@ test-core: $(STAMP)
 
 # What is made of them: whole runs, the doctor, and the museum of other people's bugs.
 test-runs: $(STAMP) browser
-	$(PYTEST) -m 'not alone' $(RUNS)
-	$(BIN)/python -m pytest -q -m alone tests/doctor $(PYTEST_ARGS)
+	$(PYTEST) $(RUNS)
 
 # The documentation: built as a site, its reference pages compared with the source, its code blocks run.
 test-docs: $(STAMP) browser

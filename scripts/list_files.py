@@ -17,7 +17,7 @@ BEGIN, END = "<!-- files: scripts/list_files.py writes this list -->\n", "<!-- e
 # From the bottom of the package to its top.
 ROOMS = (
     *("", "config", "report", "dist", "model", "weights", "shard", "train", "export", "checkpoints"),
-    *("rollout", "rl", "rl/algorithms", "doctor"),
+    *("rollout", "rl", "rl/algorithms", "rl/sizing", "doctor", "cli"),
 )
 
 

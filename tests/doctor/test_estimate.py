@@ -1,6 +1,5 @@
-"""Estimates against what a run on two ranks then measures."""
+"""Estimates of one model against runs on two ranks, whose live tensors are counted at every operation."""
 
-import ctypes
 import gc
 import json
 import subprocess
@@ -11,107 +10,92 @@ import torch
 from transformers import AutoConfig
 
 import shardproof as sp
-from shardproof.doctor.activations import saved_bytes
-from shardproof.doctor.estimate import estimate, growth, shape_of
-from shardproof.doctor.request import DTYPES, Layout
 from shardproof.export import gather
 from shardproof.model.skeleton import build_skeleton
-from shardproof.shard.memory import PeakMemory, anonymous_bytes
+from shardproof.rl.sizing.activations import saved_bytes
+from shardproof.rl.sizing.live import LiveBytes
+from shardproof.rl.sizing.model import Sharding, estimate, growth, shape_of
 from shardproof.shard.torch_private import local_tensor
 from tests.models import FAMILIES, make_checkpoint, tiny_config
 from tests.ranks import run_ranks
+from tests.rl.runs import TINY
 
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-TOLERANCE = 0.10
-MAX_MEASUREMENTS = 12
-# Without a kernel of its own for grouped products, a CPU copies what an accelerator does not. Experts are exported as
-# many small tensors, for which a process reuses memory that it has: what an export of them needs cannot be seen from here.
-ROUGH = {("qwen3_moe", "step_peak"): 0.2, ("qwen3_moe", "export"): float("inf")}
 SIZES = {
-    "vocab_size": 8000, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8,
-    "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64, "tie_word_embeddings": False,
+    "vocab_size": 800, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16, "tie_word_embeddings": False,
 }  # fmt: skip
-EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 
 
-def settle():
-    """Garbage of earlier calls is not what is measured."""
+def measure(family, sizes, strategy, dtype, num_tokens, options):
+    """Bytes that are alive on this rank: after a load and at its peak, and at the peak of a second step and an export."""
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-
-
-def measure(family, sizes, strategy, dtype, num_tokens):
-    """Bytes by which this rank's memory rises: in a load, until a second step has peaked, and in an export."""
-    libc = ctypes.CDLL(None)
-    # Tensors are mapped one by one and unmapped when freed, as real models' are.
-    libc.mallopt(M_MMAP_THRESHOLD, 64 * 1024)
-    libc.mallopt(M_TRIM_THRESHOLD, 64 * 1024)
-    options = {"strategy": strategy, "compute_dtype": dtype}
-    warm_up = sp.load(sp.RandomInit(tiny_config("llama")), **options)
-    sp.train_step(warm_up, sp.Batch([[1, 2, 3]]), sp.make_optimizer(warm_up))
-    del warm_up
-    settle()
-    start = anonymous_bytes()
-    policy = sp.load(sp.RandomInit(AutoConfig.for_model(family, **sizes)), **options)
-    optimizer = sp.make_optimizer(policy, lr=1e-5)
-    sequences = [[(7 * i + j) % 8000 for j in range(num_tokens // 4)] for i in range(4)]
-    sp.train_step(policy, sp.Batch(sequences), optimizer, micro_batch_tokens=num_tokens)
-    settle()
-    before = anonymous_bytes() - start
-    with PeakMemory(policy.device) as step:
-        sp.train_step(policy, sp.Batch(sequences), optimizer, micro_batch_tokens=num_tokens)
-    settle()
-    with pytest.MonkeyPatch.context() as patch:
+    gc.freeze()  # garbage is collected at every peak, and must not be looked for in what is here already
+    with LiveBytes("cpu", collects=True) as live, pytest.MonkeyPatch.context() as patch:
         # Estimated is a stream that is sent. On one host a CPU policy's goes through memory that ranks share.
         patch.setattr(gather, "open_region", lambda size, group: None)
-        with PeakMemory(policy.device) as export:
-            for _ in sp.WeightStream(policy, dtype):
-                pass
-    moments = [local_tensor(v).nbytes for state in optimizer.state.values() for v in state.values()]
+        config = AutoConfig.for_model(family, **sizes)
+        policy = sp.load(sp.RandomInit(config), strategy=strategy, compute_dtype=dtype, **options)
+        load_peak = live.peak
+        optimizer = sp.make_optimizer(policy, lr=1e-5)
+        vocabulary, length = sizes["vocab_size"], num_tokens // 4
+        sequences = [[(7 * i + j) % vocabulary for j in range(length)] for i in range(4)]
+        for _ in range(2):
+            live.restart()
+            sp.train_step(policy, sp.Batch(sequences), optimizer, micro_batch_tokens=num_tokens)
+        step_peak = live.peak
+        gc.collect()
+        held = live.restart()
+        for _ in sp.WeightStream(policy, dtype):
+            pass
+        export = live.peak - held
+        held = live.restart()
+        sp.logprobs(policy, sequences, micro_batch_tokens=num_tokens)
+        scoring = live.peak - held
+    gc.unfreeze()
+    buffers = sum(buffer.nbytes for buffer in policy.module.buffers())
+    moments = [local_tensor(v) for state in optimizer.state.values() for v in state.values()]
     return {
-        "parameters": policy.receipt.shard_bytes,
-        "optimizer": sum(moments),
-        "load_peak": policy.receipt.peak_bytes,
-        "step_peak": before + step.rise,
-        "export": export.rise,
+        "parameters": sum(local_tensor(p).nbytes for p in policy.parameters()) + buffers,
+        "optimizer": sum(moment.nbytes for moment in moments if moment.dim()),
+        "load_peak": load_peak,
+        "step_peak": step_peak,
+        "export": export,
+        "scoring": scoring,
     }
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    ("family", "sizes", "strategy", "dtype", "num_tokens"),
+    ("family", "sizes", "strategy", "dtype", "num_tokens", "options"),
     [
-        ("llama", SIZES, "fsdp2", "fp32", 1024),
-        ("llama", SIZES, "fsdp1", "fp32", 1024),
-        ("qwen3_moe", SIZES | EXPERTS | {"num_hidden_layers": 4}, "fsdp2", "fp32", 512),
+        ("llama", SIZES, "fsdp2", torch.float32, 512, {}),
+        ("llama", SIZES, "fsdp2", torch.bfloat16, 512, {"checkpoint_activations": 2}),
+        ("llama", SIZES, "fsdp1", torch.float32, 512, {}),
+        ("qwen3_moe", SIZES | EXPERTS, "fsdp2", torch.float32, 256, {}),
     ],
-    ids=["fsdp2", "fsdp1", "experts"],
+    ids=["fsdp2", "every second block recomputed", "fsdp1", "experts"],
 )
-@pytest.mark.alone
-@pytest.mark.slow
-def test_estimates_are_what_a_run_measures(family, sizes, strategy, dtype, num_tokens):
-    layout = Layout(strategy=strategy, dtype=dtype)
-    expected = estimate(
-        shape_of(AutoConfig.for_model(family, **sizes), layout, "policy"), layout, 2, num_tokens
-    )
+def test_estimates_are_what_a_run_holds(family, sizes, strategy, dtype, num_tokens, options):
+    layout = Sharding(strategy=strategy, compute_dtype=dtype, **options)
+    shape = shape_of(AutoConfig.for_model(family, **sizes), "policy")
+    expected = estimate(shape, layout, 2, num_tokens)
     assert expected.counted
-    wrong = {"parameters", "optimizer", "load_peak", "step_peak", "export"}
-    # Peaks are sampled, and a sample may come too early or too late: each must be seen once in some measurements.
-    for _ in range(MAX_MEASUREMENTS):
-        replies = run_ranks(2, measure, family, sizes, strategy, getattr(torch, DTYPES[dtype]), num_tokens)
-        for name in list(wrong):
-            measured = max(reply[name] for reply in replies)
-            tolerance = ROUGH.get((family, name), TOLERANCE)
-            if getattr(expected, name) == pytest.approx(measured, rel=tolerance):
-                wrong.remove(name)
-        if not wrong:
-            break
-    assert not wrong, [(name, getattr(expected, name), replies) for name in wrong]
+    replies = run_ranks(2, measure, family, sizes, strategy, dtype, num_tokens, options)
+    measured = {name: max(reply[name] for reply in replies) for name in replies[0]}
+    for name in ("parameters", "optimizer"):
+        assert getattr(expected, name) == measured[name], name
+    ratios = {name: getattr(expected, name) / size for name, size in measured.items()}
+    # A head in 16 bits and FSDP1 hold less in scoring; of FSDP1 one rank may hold all that is exported at a time.
+    upper = {"scoring": 1.15 if strategy == "fsdp2" and dtype == torch.float32 else 2.5}
+    upper |= {"export": 1.25} if strategy == "fsdp1" else {}
+    wrong = {name: ratio for name, ratio in ratios.items() if not 0.9 <= ratio <= upper.get(name, 1.15)}
+    assert not wrong, (ratios, measured)
 
 
 def test_what_is_sharded_shrinks_with_the_ranks_and_the_rest_does_not():
-    layout = Layout()
-    shape = shape_of(AutoConfig.for_model("llama", **SIZES), layout, "policy")
+    layout = Sharding()
+    shape = shape_of(AutoConfig.for_model("llama", **SIZES), "policy")
     few, many = estimate(shape, layout, 8, 4096), estimate(shape, layout, 512, 4096)
     assert many.parameters < few.parameters / 20
     assert many.optimizer == 2 * many.gradients
@@ -123,17 +107,16 @@ def test_adapters_references_and_recomputation_take_less():
     config = AutoConfig.for_model("llama", **SIZES)
 
     def of(role="policy", lora=None, **options):
-        layout = Layout(**options)
-        return estimate(shape_of(config, layout, role, lora), layout, 8, 4096)
+        return estimate(shape_of(config, role, lora=lora), Sharding(**options), 8, 4096)
 
     import peft
 
     whole = of()
-    adapters = of(lora=peft.LoraConfig(r=8, target_modules="all-linear"))
+    adapters = of(lora=peft.LoraConfig(r=2, target_modules="all-linear"))
     assert adapters.optimizer < whole.optimizer / 20 and adapters.parameters > whole.parameters
     reference = of("reference")
     assert (reference.gradients, reference.optimizer, reference.activations) == (0, 0, 0)
-    assert of(checkpoint_activations=True).activations < whole.activations / 3
+    assert of(checkpoint_activations=True).activations < whole.activations / 2.5
     assert of(checkpoint_activations="auto") == of(checkpoint_activations=True)  # what it needs at least
     assert of(sequence_parallel=4).activations == pytest.approx(whole.activations / 4, rel=0.01)
 
@@ -171,12 +154,50 @@ def test_an_optimizer_is_estimated_by_what_it_declares():
     config = AutoConfig.for_model("qwen3_moe", **SIZES, **EXPERTS)
     found = {}
     for name in ("adamw", "muon", "torch.optim:SGD", "torch.optim:Adagrad"):
-        layout = Layout(optimizer=name)
-        found[name] = estimate(shape_of(config, layout, "policy"), layout, 2, 64)
+        found[name] = estimate(shape_of(config, "policy"), Sharding(optimizer=name), 2, 64)
     trained = found["adamw"].gradients
     assert found["adamw"].optimizer == 2 * trained
     # Embedding and head have two moments, and the norms; of the rest there is one.
-    apart = 2 * 8000 * 512 * 4 // 2
+    apart = 2 * 800 * 128 * 4 // 2
     assert trained + apart <= found["muon"].optimizer < trained + 1.01 * apart
     assert found["torch.optim:SGD"].optimizer == 0  # without momentum
     assert found["torch.optim:Adagrad"].optimizer == 2 * trained  # which declares nothing
+
+
+def run_estimate(*arguments):
+    """What the command comes to, in this process."""
+    from typer.testing import CliRunner
+
+    from shardproof.cli import app
+
+    return CliRunner().invoke(app, ["estimate", *map(str, arguments)])
+
+
+def test_the_command_takes_a_recipe(tmp_path):
+    found = tmp_path / "estimate.json"
+    result = run_estimate(
+        TINY, "algorithm.kl_coef=0.1", "--ranks", 4, "--nodes", 2, "--gpu-memory", 0.03, "--json", found
+    )
+    assert result.exit_code == 0, result.stderr
+    for words in ("2 x 4 ranks", "reference weights", "KV cache", "does not fit the GPU", "It fits with:"):
+        assert words in result.stdout, result.stdout
+    numbers = json.loads(found.read_text())
+    assert [phase["name"] for phase in numbers["phases"]] == [
+        *("load", "generate", "score", "update policy", "sync", "save")
+    ]
+    assert not numbers["fits"] and numbers["makes_it_fit"]["fits"]
+    assert all(row["device_bytes"] < numbers["device_bytes"] for row in numbers["settings"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((TINY, "model.pth=x"), "did you mean 'model.path'"),
+        ((TINY, "--gpu-memory", 0), "--gpu-memory"),
+        ((TINY, "model.replicate=3", "--ranks", 2), "model.replicate=3 does not divide the 2 ranks"),
+        (("nowhere", "train.steps=1"), "goes with a recipe"),
+    ],
+)
+def test_mistakes_in_the_command_are_named(arguments, words):
+    result = run_estimate(*arguments)
+    assert result.exit_code == 120 and words in result.stderr and "Traceback" not in result.stderr

@@ -19,7 +19,8 @@ import typer  # noqa: E402
 from shardproof.cli.demo import demo  # noqa: E402
 from shardproof.cli.publish import push, verify  # noqa: E402
 from shardproof.cli.train import train  # noqa: E402
-from shardproof.doctor.commands import CountingCommand, doctor, estimate  # noqa: E402
+from shardproof.doctor.commands import CountingCommand, doctor  # noqa: E402
+from shardproof.doctor.estimate import estimate  # noqa: E402
 from shardproof.report.commands import report, watch  # noqa: E402
 from shardproof.text import sanitise_logging  # noqa: E402
 

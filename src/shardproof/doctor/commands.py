@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -105,50 +104,6 @@ def doctor(
         _show(report, matrix, json_path, html_path)
     refused = not matrix and any(row.refused is not None for row in report.examinations)
     raise SystemExit(report.exit_code or (USAGE_EXIT if refused else 0))
-
-
-def estimate(
-    model: Annotated[str | None, typer.Argument(help="a folder or a hub id")] = None,
-    config: Annotated[str | None, typer.Option(help="a config.json")] = None,
-    ranks: Annotated[int, typer.Option(help="ranks of the run")] = 8,
-    strategy: Annotated[str, typer.Option(help="fsdp2 or fsdp1")] = "fsdp2",
-    dtype: Annotated[str, typer.Option(help="what blocks compute in")] = "bf16",
-    param_dtype: Annotated[str, typer.Option(help="how shards are stored")] = "fp32",
-    micro_batch_tokens: Annotated[int, typer.Option(help="tokens of a micro-batch")] = 8192,
-    sequence_parallel: Annotated[int, typer.Option(help="ranks that share a sequence")] = 1,
-    replicate: Annotated[int, typer.Option(help="copies of the sharded model (HSDP)")] = 1,
-    lora: Annotated[int, typer.Option(help="rank of LoRA adapters; 0 for none")] = 0,
-    checkpoint_activations: Annotated[bool, typer.Option(help="recompute activations")] = False,
-    optimizer: Annotated[str, typer.Option(help="adamw, muon, or one of yours as module:name")] = "adamw",
-    role: Annotated[str, typer.Option(help="policy, reference or critic")] = "policy",
-    trust_remote_code: Annotated[bool, typer.Option(help="run the model's own code")] = False,
-    json_path: Annotated[Path | None, typer.Option("--json", help="write the numbers as JSON")] = None,
-) -> None:
-    """Bytes per rank, before anything is allocated, and how they change toward hundreds of ranks."""
-    from shardproof.doctor.forecast import forecast
-    from shardproof.doctor.report import print_estimates
-
-    layout = Layout(
-        strategy=strategy,
-        dtype=dtype,
-        param_dtype=param_dtype,
-        sequence_parallel=sequence_parallel,
-        lora=lora,
-        replicate=replicate,
-        checkpoint_activations=checkpoint_activations,
-        optimizer=optimizer,
-    )
-    request = Request(model, config, (layout,), role, ranks, trust_remote_code=trust_remote_code)
-    try:
-        request.check()
-        found = forecast(request, micro_batch_tokens)
-    except ShardproofError as error:
-        print(error, file=sys.stderr)
-        raise SystemExit(USAGE_EXIT) from None
-    print_estimates(request.label, str(layout), micro_batch_tokens, found)
-    if json_path is not None:
-        rows = [{**vars(row), "step_peak": row.step_peak, "peak": row.peak} for row in found]
-        json_path.write_text(json.dumps(rows, indent=2) + "\n")
 
 
 def _default_device() -> str:

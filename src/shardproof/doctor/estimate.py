@@ -1,157 +1,186 @@
-"""Bytes of one rank, before anything is allocated: what it holds, what a step adds, what a load and an export take."""
+"""The command `shardproof estimate`: how much memory a model or a whole recipe needs, before anything is allocated."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from math import ceil, prod
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
-from torch import nn
-from transformers import PretrainedConfig
+import typer
 
-from shardproof.doctor.activations import saved_bytes
-from shardproof.doctor.request import DTYPES, Layout
-from shardproof.export.stream import BUCKET_BYTES
-from shardproof.model.head import chunk_bytes
-from shardproof.model.inventory import Inventory, TensorInfo, take_inventory
-from shardproof.model.roles import REFERENCE
-from shardproof.model.skeleton import Skeleton, build_skeleton
-from shardproof.shard.footprint import gathered_bytes, unit_bytes, unit_groups
-from shardproof.shard.optimizer_state import tensor_dtypes
-from shardproof.shard.plan import find_units
-from shardproof.train.optim import Trainable, build_optimizer, hidden_matrices
+from shardproof.bounds import require_number
+from shardproof.doctor.request import Layout, Request
+from shardproof.doctor.results import USAGE_EXIT
+from shardproof.errors import ShardproofError, fail
 
-GATHER_BYTES = BUCKET_BYTES // 2
+if TYPE_CHECKING:
+    from shardproof.rl.sizing.recipe import Machine, RunEstimate
+
+_GIB = 2**30
 
 
-@dataclass(frozen=True)
-class Estimate:
-    """Bytes per rank. `gathered` is what FSDP holds of other ranks' shards, and their gradients on the way."""
-
-    ranks: int
-    parameters: int
-    gradients: int
-    optimizer: int
-    activations: int
-    gathered: int
-    export: int
-    load_peak: int
-    counted: bool  # activations were counted on the meta device, not estimated from sizes
-
-    @property
-    def step_peak(self) -> int:
-        """The most that is held at a time in a step that is not the first."""
-        return self.parameters + self.optimizer + max(self.gradients, self.activations + self.gathered)
-
-    @property
-    def peak(self) -> int:
-        return max(self.step_peak, self.load_peak, self.parameters + self.optimizer + self.export)
-
-
-@dataclass(frozen=True)
-class Shape:
-    """What the estimate needs to know of a model, found out once for all numbers of ranks."""
-
-    skeleton: Skeleton
-    inventory: Inventory
-    units: tuple[str, ...]
-
-
-def shape_of(config: PretrainedConfig, layout: Layout, role: str, lora: object = None) -> Shape:
-    """The model's tensors and units. Memory: buffers only."""
-    dtype = getattr(torch, DTYPES[layout.param_dtype])
-    skeleton = build_skeleton(config, role=role, lora=lora, param_dtype=dtype)
-    inventory = take_inventory(skeleton.model)
-    return Shape(skeleton, inventory, find_units(skeleton.model, inventory))
-
-
-def estimate(shape: Shape, layout: Layout, ranks: int, num_tokens: int) -> Estimate:
-    """What the fullest rank holds when a micro-batch has `num_tokens` tokens per rank (per group, with Ulysses)."""
-    shards = max(ranks // layout.replicate, 1)
-    compute = getattr(torch, DTYPES[layout.dtype])
-    groups = unit_groups(shape.inventory, shape.units)
-    held = sum(_shard_bytes(group, layout, shards) for group in groups)
-    buffers = sum(t.numel() * t.element_size() for t in shape.skeleton.computed_buffers.values())
-    buffers += sum(info.numel * info.dtype.itemsize for info in shape.inventory.persistent_buffers)
-    trained = sum(_shard_bytes([i for i in group if i.trainable], layout, shards) for group in groups)
-    if shape.skeleton.role == REFERENCE:
-        trained = 0
-    activations, counted = 0, True
-    local_tokens = ceil(num_tokens / layout.sequence_parallel)
-    vocabulary = shape.skeleton.model.get_input_embeddings().get_parameter("weight").shape[0]
-    logits = chunk_bytes(local_tokens, vocabulary)
-    if trained:
-        activations, counted = _activations(shape, layout, compute, local_tokens)
-    # A tensor's part is made and then copied into its shard; FSDP1 flattens a whole unit before it cuts it.
-    writing = max(_shard_bytes([info], layout, shards) for group in groups for info in group)
-    if layout.strategy == "fsdp1":
-        largest = max(unit_bytes(group) for group in groups)
-        writing += largest - largest // shards
-    return Estimate(
-        ranks=ranks,
-        parameters=held + buffers,
-        gradients=trained,
-        optimizer=_optimizer_bytes(shape, layout, groups, shards) if trained else 0,
-        activations=activations,
-        gathered=gathered_bytes(groups, compute, logits, bool(trained), shards),
-        export=_export_bytes(shape.inventory, compute, layout, shards),
-        load_peak=held + buffers + writing,
-        counted=counted,
-    )
+def estimate(
+    source: Annotated[
+        str | None, typer.Argument(help="a recipe (TOML), a model's folder, or a hub id")
+    ] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="section.key=value: change a key of the recipe")
+    ] = None,
+    ranks: Annotated[
+        int | None,
+        typer.Option(help="processes per node; default: train.ranks, or one per GPU; 8 for a model"),
+    ] = None,
+    nodes: Annotated[int, typer.Option(help="number of nodes (recipe)")] = 1,
+    gpu_memory: Annotated[
+        float | None, typer.Option(help="GiB of each GPU (recipe); default: this machine's GPU, else the CPU")
+    ] = None,
+    host_memory: Annotated[
+        float | None, typer.Option(help="GiB of each node's host memory (recipe); default: this machine's")
+    ] = None,
+    prompt_tokens: Annotated[
+        int | None, typer.Option(help="longest prompt (recipe); default: read from the recipe's data")
+    ] = None,
+    config: Annotated[str | None, typer.Option(help="a config.json (model)")] = None,
+    strategy: Annotated[str, typer.Option(help="fsdp2 or fsdp1 (model)")] = "fsdp2",
+    dtype: Annotated[str, typer.Option(help="dtype that blocks compute in (model)")] = "bf16",
+    param_dtype: Annotated[str, typer.Option(help="dtype that shards are stored in (model)")] = "fp32",
+    micro_batch_tokens: Annotated[int, typer.Option(help="tokens per micro-batch (model)")] = 8192,
+    sequence_parallel: Annotated[int, typer.Option(help="ranks that share a sequence (model)")] = 1,
+    replicate: Annotated[int, typer.Option(help="copies of the sharded model, HSDP (model)")] = 1,
+    lora: Annotated[int, typer.Option(help="rank of LoRA adapters; 0 for none (model)")] = 0,
+    checkpoint_activations: Annotated[bool, typer.Option(help="recompute activations (model)")] = False,
+    optimizer: Annotated[str, typer.Option(help="adamw, muon, or module:name (model)")] = "adamw",
+    role: Annotated[str, typer.Option(help="policy, reference or critic (model)")] = "policy",
+    trust_remote_code: Annotated[bool, typer.Option(help="run the model's own code (model)")] = False,
+    json_path: Annotated[Path | None, typer.Option("--json", help="write the numbers as JSON")] = None,
+) -> None:
+    """Estimate memory per GPU before a run: of a recipe, and what would make it fit, or of one model."""
+    try:
+        found: Any
+        if source is not None and source.endswith(".toml"):
+            found = _of_recipe(source, overrides or [], ranks, nodes, gpu_memory, host_memory, prompt_tokens)
+        else:
+            layout = Layout(
+                strategy=strategy,
+                dtype=dtype,
+                param_dtype=param_dtype,
+                sequence_parallel=sequence_parallel,
+                lora=lora,
+                replicate=replicate,
+                checkpoint_activations=checkpoint_activations,
+                optimizer=optimizer,
+            )
+            request = Request(
+                source, config, (layout,), role, ranks or 8, trust_remote_code=trust_remote_code
+            )
+            found = _of_model(request, overrides or [], micro_batch_tokens)
+    except ShardproofError as error:
+        print(error, file=sys.stderr)
+        raise SystemExit(USAGE_EXIT) from None
+    if json_path is not None:
+        json_path.write_text(json.dumps(found, indent=2) + "\n")
 
 
-def _optimizer_bytes(
-    shape: Shape, layout: Layout, groups: Sequence[Sequence[TensorInfo]], shards: int
-) -> int:
-    """What the optimizer keeps, as it declares it for parameters of these shapes that have no memory."""
-    hidden = hidden_matrices(shape.skeleton.model, shape.inventory)
-    infos = [info for group in groups for info in group if info.trainable]
-    params = {info.name: nn.Parameter(torch.empty((), dtype=info.dtype).expand(info.shape)) for info in infos}
-    trained = [Trainable(params[info.name], info.shape, 0, info.name in hidden) for info in infos]
-    dtypes = tensor_dtypes(build_optimizer(layout.optimizer, trained, None, torch.device("cpu")))
-    total = 0
-    for group in groups:
-        kept = {info: dtypes[params[info.name]] for info in group if info.trainable}
-        for index in range(max(map(len, kept.values()), default=0)):
-            tensors = [replace(info, dtype=row[index]) for info, row in kept.items() if index < len(row)]
-            total += _shard_bytes(tensors, layout, shards)
-    return total
+def _of_model(request: Request, overrides: list[str], num_tokens: int) -> list[dict[str, Any]]:
+    """Print the table of one model; returns its numbers."""
+    from shardproof.doctor.forecast import forecast
+    from shardproof.doctor.report import print_estimates
+
+    if overrides:
+        message = f"{overrides[0]!r} goes with a recipe; {request.source!r} is not a .toml file."
+        raise fail("C001", "estimate", message)
+    request.check()
+    rows = forecast(request, num_tokens)
+    print_estimates(request.label, str(request.layouts[0]), num_tokens, rows)
+    return [{**vars(row), "step_peak": row.step_peak, "peak": row.peak} for row in rows]
 
 
-def _shard_bytes(group: Sequence[TensorInfo], layout: Layout, shards: int) -> int:
-    """The first rank's part: rows of each tensor under FSDP2, a range of the flat unit under FSDP1."""
-    if layout.strategy == "fsdp1":
-        return ceil(sum(info.numel * info.dtype.itemsize for info in group) / shards)
-    return sum(
-        ceil((info.shape[0] if info.shape else 1) / shards) * prod(info.shape[1:]) * info.dtype.itemsize
-        for info in group
-    )
+def _of_recipe(
+    source: str,
+    overrides: list[str],
+    ranks: int | None,
+    nodes: int,
+    gpu_memory: float | None,
+    host_memory: float | None,
+    prompt_tokens: int | None,
+) -> dict[str, Any]:
+    """Print the tables of a recipe, the verdict and what would help; returns the numbers."""
+    from shardproof.config.load import load_recipe
+    from shardproof.doctor.forecast import prompt_lengths
+    from shardproof.doctor.sizing_tables import print_run_estimate
+    from shardproof.model.families import check_sequence_parallel
+    from shardproof.rl.checks import model_folder
+    from shardproof.rl.sizing.advice import advise
+    from shardproof.rl.sizing.recipe import estimate_run
+    from shardproof.weights.source import read_config
+
+    recipe = load_recipe(source, overrides)
+    if prompt_tokens is not None:
+        require_number("estimate", "--prompt-tokens", prompt_tokens, at_least=1, at_most=2**24)
+    lengths, origin = ([prompt_tokens], "--prompt-tokens") if prompt_tokens else prompt_lengths(recipe)
+    machine = _machine(ranks if ranks is not None else recipe.train.ranks, nodes, gpu_memory, host_memory)
+    model = recipe.model
+    if machine.num_ranks % model.replicate:
+        message = f"model.replicate={model.replicate} does not divide the {machine.num_ranks} ranks."
+        raise fail("C002", "estimate", message)
+    config = read_config(model_folder(model.path), model.trust_remote_code)
+    check_sequence_parallel(config, model.sequence_parallel, machine.num_ranks // model.replicate)
+    before = estimate_run(recipe, machine, lengths)
+    effects, together = advise(recipe, machine, lengths, before)
+    longest = f"prompts of up to {max(lengths):,} tokens ({origin})"
+    print_run_estimate(source, longest, before, effects, together)
+    return {
+        **_to_json(before),
+        "prompt_tokens": max(lengths),
+        "settings": [{"setting": effect.text, **_totals(effect.estimate)} for effect in effects],
+        "makes_it_fit": None
+        if together is None
+        else {"setting": together.text, **_totals(together.estimate)},
+    }
 
 
-def _activations(shape: Shape, layout: Layout, compute: torch.dtype, num_tokens: int) -> tuple[int, bool]:
-    model = shape.skeleton.model
-    saved, counted = saved_bytes(model, compute, num_tokens)
-    if layout.checkpoint_activations and shape.units:
-        hidden = int(model.config.get_text_config().hidden_size) * num_tokens * compute.itemsize
-        # Each block keeps its input, and one block at a time keeps everything. "auto" needs as much at least.
-        saved = len(shape.units) * hidden + ceil(saved / len(shape.units))
-    return saved, counted
+def _machine(ranks: int | None, nodes: int, gpu_memory: float | None, host_memory: float | None) -> Machine:
+    """What was asked for, or else what this machine has."""
+    import torch
+
+    from shardproof.rl.sizing.recipe import Machine
+    from shardproof.shard.memory import host_memory as memory_here
+
+    for option, number in (("--gpu-memory", gpu_memory), ("--host-memory", host_memory)):
+        if number is not None:
+            require_number("estimate", option, number, above=0, at_most=2**20)
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    ranks = ranks if ranks is not None else max(gpus, 1)
+    require_number("estimate", "--ranks", ranks, at_least=1, at_most=2**16)
+    require_number("estimate", "--nodes", nodes, at_least=1, at_most=2**16)
+    gpu_bytes = None if gpu_memory is None else int(gpu_memory * _GIB)
+    if gpu_bytes is None and gpus:
+        gpu_bytes = torch.cuda.get_device_properties(0).total_memory
+    here = memory_here()[1] or None
+    if gpu_memory is not None:
+        here = None  # the GPUs that were asked for are elsewhere
+    return Machine(ranks, nodes, gpu_bytes, here if host_memory is None else int(host_memory * _GIB))
 
 
-def _export_bytes(inventory: Inventory, compute: torch.dtype, layout: Layout, shards: int) -> int:
-    """What is gathered at a time, as it is sent, received and put in order; a large tensor is not put in order."""
-    sizes = [info.numel * compute.itemsize for info in inventory.stored if not info.is_adapter]
-    at_a_time = min(GATHER_BYTES, sum(sizes))
-    largest = max(sizes, default=0)
-    # FSDP1 cuts units, not tensors: one rank may hold all that is gathered.
-    sent = 0 if shards == 1 else 1 if layout.strategy == "fsdp1" else 1 / shards
-    return ceil(max(at_a_time * (2 + sent), largest * (1 + sent) if largest > GATHER_BYTES else 0))
+def _totals(estimate: RunEstimate) -> dict[str, Any]:
+    return {"device_bytes": estimate.device_bytes, "host_bytes": estimate.host_bytes, "fits": estimate.fits}
 
 
-def growth(ranks: int, limit: int = 512) -> list[int]:
-    """Numbers of ranks to show: the asked one, then doubled up to hundreds."""
-    found = [ranks]
-    while found[-1] * 2 <= max(limit, ranks):
-        found.append(found[-1] * 2)
-    return found
+def _to_json(estimate: RunEstimate) -> dict[str, Any]:
+    return {
+        "machine": vars(estimate.machine),
+        "phases": [
+            {
+                "name": phase.name,
+                "device": phase.device,
+                "host": phase.host,
+                "device_bytes": phase.device_bytes,
+            }
+            for phase in estimate.phases
+        ],
+        "fullest": estimate.fullest.name,
+        "shared": estimate.shared,
+        "notes": list(estimate.notes),
+        **_totals(estimate),
+    }

@@ -34,6 +34,7 @@ from shardproof.rl.checks import model_folder
 from shardproof.rl.hub import check_hub
 from shardproof.rl.place import CHECKPOINTS, check_folder, checkpoint_steps
 from shardproof.rl.same_run import Resume
+from shardproof.rl.sizing.recipe import PROCESS_BYTES, held_in_host
 from shardproof.rl.trackers import check_logins
 from shardproof.rollout.vllm_server import check_settings, check_sleep
 from shardproof.rollout.vllm_versions import installed_version, interface_of
@@ -42,7 +43,6 @@ from shardproof.weights.reader import open_checkpoint
 from shardproof.weights.source import find_folder, read_config
 
 _GIB = 2**30
-_PROCESS_BYTES = 150 * 2**20  # of a rank that has imported torch and holds nothing
 _NUM_MOMENTS = {"adamw": 2, "muon": 1}  # that an optimizer keeps of each parameter, at the least
 _EXTRAS = {"peft": "lora", "pyarrow": "data", "datasets": "data", "tensorboard": "cli", "vllm": "vllm"}
 _EXTRAS |= {name: name for name in ("wandb", "trackio", "mlflow")}
@@ -238,9 +238,10 @@ def check_memory(start: Start) -> list[Finding]:
     available = _available_memory()
     if available is None:
         return []
-    needed = start.num_ranks * _PROCESS_BYTES
+    needed = start.num_ranks * PROCESS_BYTES
     if start.num_elements is not None:
-        needed += _held_in_host(start.recipe, start.num_elements, start.num_ranks) // start.num_nodes
+        num_ranks = start.num_ranks * start.num_nodes
+        needed += held_in_host(start.recipe, num_ranks, torch.cuda.is_available()) // start.num_nodes
     if needed <= available:
         return []
     message = (
@@ -248,23 +249,6 @@ def check_memory(start: Start) -> list[Finding]:
     )
     fix = "lower train.ranks, use a smaller model or dtype, or see shardproof estimate"
     return [_finding("memory", message, fix)]
-
-
-def _held_in_host(recipe: Recipe, num_elements: int, num_ranks: int) -> int:
-    """Bytes that all ranks hold in host memory at the least."""
-    model, on_cpu = recipe.model, not torch.cuda.is_available()
-    spec = find_algorithm(recipe.algorithm.name).spec
-    size = num_elements * _itemsize(model.param_dtype) * model.replicate
-    held = 0
-    if on_cpu or model.cpu_offload:
-        trained = (2 + _NUM_MOMENTS.get(recipe.optimizer.name, 0)) * size  # with gradients
-        held += size if model.lora is not None else trained
-        held += trained if spec.has_critic else 0
-    if recipe.reference is not None and (on_cpu or recipe.reference.cpu_offload):
-        held += size
-    if on_cpu and recipe.rollout.engine == "embedded" and spec.samples:
-        held += num_elements * _itemsize(model.compute_dtype) * num_ranks
-    return held
 
 
 CHECKS: tuple[Callable[[Start], list[Finding]], ...] = (

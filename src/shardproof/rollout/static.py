@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -70,6 +71,20 @@ def fits(model: PreTrainedModel) -> bool:
         return all(type(layer) is StaticLayer for layer in StaticCache(config, max_cache_len=1).layers)
     except (KeyError, TypeError, ValueError):
         return False
+
+
+def fixed_length(num_tokens: int) -> int:
+    """The cache length for a row of that many tokens."""
+    return -(-num_tokens // _LENGTH_STEP) * _LENGTH_STEP
+
+
+def kept_lengths(
+    rows: Sequence[int], prompt_lengths: Sequence[int], max_new_tokens: int
+) -> list[tuple[int, int]]:
+    """(rows, cache length) of the largest caches that a decoder keeps at a time for batches of these sizes."""
+    lengths = {fixed_length(length + max_new_tokens) for length in prompt_lengths}
+    sizes = sorted(((count, length) for count in rows for length in lengths), key=prod, reverse=True)
+    return sizes[:_KEPT]
 
 
 class ModelStep:
@@ -160,7 +175,7 @@ class FixedDecoder:
         """The memory and the step for such a batch: one of the last few, or a new one."""
         rows = len(seeds)
         needed = started.length + sampling.max_new_tokens
-        length = -(-needed // _LENGTH_STEP) * _LENGTH_STEP
+        length = fixed_length(needed)
         key = (rows, length, sampling)
         loop = self._loops.pop(key, None)
         if loop is None:

@@ -8,6 +8,8 @@ import torch
 
 from shardproof.model.inventory import Inventory, TensorInfo
 
+# The share of a device's memory to leave free, for fragmentation and for what is not counted.
+MARGIN = 0.1
 # The head holds six tensors of the size of its logits at its peak.
 _NUM_LOGITS = 6
 _REDUCE_BYTES = 4

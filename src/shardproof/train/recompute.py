@@ -23,7 +23,7 @@ from shardproof.model.compiling import can_compile
 from shardproof.model.head import chunk_bytes
 from shardproof.model.roles import CRITIC
 from shardproof.model.skeleton import recomputable_blocks, set_recomputed
-from shardproof.shard.footprint import gathered_bytes, unit_bytes, unit_groups
+from shardproof.shard.footprint import MARGIN, gathered_bytes, unit_bytes, unit_groups
 from shardproof.shard.memory import free_memory
 from shardproof.shard.optimizer_state import state_bytes
 from shardproof.shard.settings import FSDP1, FSDP2
@@ -35,8 +35,6 @@ from shardproof.train.meter import Meter
 
 logger = logging.getLogger(__name__)
 
-# The share of all memory that is left for fragmentation and for what is not counted.
-_MARGIN = 0.1
 # A probe keeps a block of each kind; a model of more kinds than this is recomputed whole.
 _MAX_KINDS = 4
 # By which factor an estimate may be off before a probe is run, and before a measurement that costs nothing is taken.
@@ -138,7 +136,7 @@ class Recompute:
         trimmed = scoring.packed and not every_token
         extents = [_extent(part, trimmed, policy.sequence_parallel) for part in micro_batches]
         free, total = self._free(self._device, self._sharers)
-        budget = free - int(_MARGIN * total) - self._unallocated(policy, optimizer)
+        budget = free - int(MARGIN * total) - self._unallocated(policy, optimizer)
         if policy.settings.reshard_after_forward is False:
             budget -= self._whole
         rooms = [budget - self._beside(policy, extent, scoring) if extent else 0 for extent in extents]

@@ -1,0 +1,1 @@
+"""How much memory a run takes, before anything is allocated: one model, a rollout engine, a whole recipe."""
