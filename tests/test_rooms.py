@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -44,6 +45,11 @@ def numbers_of_ranks(tree: ast.Module) -> Iterator[str]:
 def test_the_folders_of_tests_are_the_rooms_of_the_source():
     folders = {Path(name).parts[0] for name in FILES if len(Path(name).parts) > 1}
     assert folders == ROOMS | OTHERS
+
+
+def test_every_folder_of_tests_is_in_a_stage():
+    stages = re.findall(r"(?<=\btests/)\w+\b", (TESTS.parent / "Makefile").read_text())
+    assert (ROOMS | OTHERS) - {"gpu"} <= set(stages)
 
 
 @pytest.mark.parametrize(("folder", "marker"), OF_FOLDERS.items())
