@@ -39,6 +39,8 @@ def test_runs_are_compared_on_one_page(tab, tmp_path):
     assert result.exit_code == 0, result.output
     tab.open(page.as_uri())
     assert tab.text("h1") == "2 runs"
+    order = tab.js("[...document.querySelectorAll('main section[id]')].map(node => node.id)")
+    assert order == ["ledger", "numbers", "settings", "curves"]
     assert tab.texts("#proofs tbody tr td:nth-child(2)") == [
         "✓ 16 proofs, all passed",
         "✗ 1 of 17 proofs failed",
@@ -85,6 +87,8 @@ def test_what_is_no_run_folder_is_named_with_the_fix(tmp_path, command):
     assert f"Fix: pass {tmp_path / 'tiny'}" in result.stderr
     result = call(command, tmp_path / "tinny")
     assert result.exit_code == 2 and "does not exist. Did you mean 'tiny'?" in result.stderr
+    result = call(command, tmp_path / "tiny" / "metrics.jsonl")
+    assert result.exit_code == 2 and f"Fix: pass its folder, {tmp_path / 'tiny'}" in result.stderr
 
 
 @pytest.mark.fault

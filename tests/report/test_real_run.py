@@ -7,7 +7,7 @@ import pytest
 from tests.ranks import run_ranks
 from tests.rl.runs import run_recipe, small_recipe
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 
 def test_a_run_ends_with_a_page_of_its_proofs(tab, tmp_path):

@@ -84,3 +84,7 @@ def _errors_as_messages() -> Iterator[None]:
     except ShardproofError as error:
         print(error, file=sys.stderr)
         raise SystemExit(_USAGE_EXIT) from None
+    except OSError as error:
+        message = f"{error.filename or 'a file of the run'} cannot be read: {error.strerror or error}."
+        print(fail("C001", "report", message, fix="pass a folder that you can read"), file=sys.stderr)
+        raise SystemExit(_USAGE_EXIT) from None

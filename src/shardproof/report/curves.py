@@ -38,6 +38,7 @@ FIRST_METRICS = ("reward/mean", "eval/reward", "kl/mean", "loss/policy", "grad_n
 ALWAYS_SHOWN = ("reward/mean", "eval/reward")  # a flat line of these is news
 ERROR_SUFFIX = "_se"  # `NAME_se` is the standard error of `NAME`, drawn as a band around it
 MAX_POINTS = 2000
+_LARGEST = 1e100
 
 Values = list[float | None]
 
@@ -173,7 +174,8 @@ def thin(values: Values, limit: int = MAX_POINTS) -> list[int]:
 
 def _short(value: float | None) -> float | int | None:
     """Six digits are more than a curve shows, and half the bytes of seventeen."""
-    if value is None:
+    # Coordinates of larger numbers overflow; to a reader they are not finite.
+    if value is None or abs(value) > _LARGEST:
         return None
     short = float(f"{value:.6g}")
     return int(short) if short.is_integer() and abs(short) < 1e15 else short

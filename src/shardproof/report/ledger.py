@@ -72,7 +72,7 @@ def alerts_of(events: Sequence[Record]) -> list[dict[str, Any]]:
 
 def other_events(events: Sequence[Record]) -> dict[str, Any]:
     """Events that are neither proofs nor problems, the newest last."""
-    known = {"proof", "receipt", *ALERTS}
+    known = ("proof", "receipt", *ALERTS)
     others = [event for event in events if event.get("kind") not in known]
     rows = [
         {
@@ -88,7 +88,10 @@ def other_events(events: Sequence[Record]) -> dict[str, Any]:
 
 def cut(text: Any, limit: int = MAX_TEXT) -> str:
     """The text, at most `limit` characters of it and the number of those that were left out."""
-    text = str(text)
+    try:
+        text = str(text)
+    except RecursionError:
+        return "(nested too deeply to show)"
     rest = len(text) - limit
     return text if rest <= 0 else f"{text[:limit]} … and {rest} more characters"
 

@@ -94,7 +94,7 @@ function update(data) {
     for (const name of Object.keys(parts)) place(name, JSON.stringify(text[name]), () => parts[name](data));
   } else {
     place("header", JSON.stringify(data.runs.map(run => [run.header, run.ledger, run.numbers, run.alerts])), () => comparedRuns(data.runs));
-    place("facts", JSON.stringify(data.settings), () => comparedSettings(data));
+    place("numbers", JSON.stringify(data.settings), () => comparedSettings(data));
   }
   place("notes", JSON.stringify(data.runs.map(run => run.notes)), () => notesSection(data.runs));
   updateCharts();

@@ -126,10 +126,12 @@ def require_run_folder(folder: Path) -> Path:
     if any((folder / name).is_file() for name in (METRICS_NAME, EVENTS_NAME, CONFIG_NAME, FACTS_NAME)):
         return folder
     if not folder.is_dir():
-        what = "is a file" if folder.exists() else "does not exist"
+        if folder.exists():
+            message = f"{folder} is a file, not a run folder."
+            raise fail("C001", "report", message, fix=f"pass its folder, {folder.parent}")
         near = [path.name for path in folder.parent.iterdir()] if folder.parent.is_dir() else []
         hint = did_you_mean(folder.name, near)
-        raise fail("C001", "report", f"{folder} {what}.{hint}", fix="pass a run's output.folder")
+        raise fail("C001", "report", f"{folder} does not exist.{hint}", fix="pass a run's output.folder")
     inside = sorted(path.name for path in folder.iterdir() if (path / METRICS_NAME).is_file())
     hint = f" It contains runs: {', '.join(inside[:5])}{', ...' * (len(inside) > 5)}." if inside else ""
     message = f"{folder} is not a run folder: it has no {METRICS_NAME} and no {CONFIG_NAME}.{hint}"

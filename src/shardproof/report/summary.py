@@ -118,7 +118,7 @@ def facts_of(run: Run) -> dict[str, Any]:
             [cut(key, 200), _plain(dig(pair, "value")), _plain(dig(pair, "default"))]
             for key, pair in (changed.items() if isinstance(changed, dict) else ())
         ],
-        "config": json.dumps(run.config, indent=2, ensure_ascii=False, default=str) if run.config else "",
+        "config": _as_json(run.config, indent=2) if run.config else "",
     }
 
 
@@ -180,7 +180,7 @@ def _change(run: Run, label: str, name: str) -> dict[str, str] | None:
 def _with_error(value: float, error: float | None) -> str:
     if error is None:
         return f"{value:.3g}"
-    digits = ".3f" if 1e-3 <= error and abs(value) < 100 else ".3g"
+    digits = ".3f" if error >= 1e-3 and abs(value) < 100 else ".3g"
     return f"{value:{digits}}\u00a0±\u00a0{error:{digits}}"
 
 
@@ -188,7 +188,14 @@ def _plain(value: Any) -> str:
     """A setting as a recipe writes it, with "none" for what is switched off."""
     if value is None:
         return "none"
-    return cut(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str), 500)
+    return cut(value if isinstance(value, str) else _as_json(value), 500)
+
+
+def _as_json(value: Any, indent: int | None = None) -> str:
+    try:
+        return json.dumps(value, indent=indent, ensure_ascii=False, default=str)
+    except RecursionError:
+        return "(nested too deeply to show)"
 
 
 def _ranks(facts: Record) -> str | None:
