@@ -123,6 +123,10 @@ def folder(tmp_path) -> str:
         (tmp_path / name).symlink_to(ROOT / name)
     recipe = (ROOT / "recipes" / "tiny.toml").read_text()
     (tmp_path / "recipe.toml").write_text(recipe.replace('"tiny/', '"recipes/tiny/'))
+    # What `shardproof demo` leaves, which pages go on from; for the model that it trains stands the one it begins with.
+    (tmp_path / "shardproof-demo").mkdir()
+    for name in ("tiny", "run"):
+        (tmp_path / "shardproof-demo" / name).symlink_to(ROOT / "recipes" / "tiny")
     return str(tmp_path)
 
 
