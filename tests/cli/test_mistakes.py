@@ -222,7 +222,7 @@ FILES = {
         *("'own_reward:score' cannot be called as (prompt, completion, row)", "reward"),
     ),
     "LoRA on layers that the model lacks": (lora, "{'query'} not found", "such as q_proj"),
-    "sequence parallelism that does not divide the heads": (several, "the 4 attention heads", "divides 4"),
+    "sequence parallelism that does not divide the heads": (several, "the 2 attention heads", "divides 2"),
     "a model without config.json": (
         lambda desk: (desk.model(lambda model: (model / "config.json").unlink()),),
         *("model has no config.json", "pass a folder"),

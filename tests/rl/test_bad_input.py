@@ -101,7 +101,7 @@ def test_a_clean_recipe_passes_and_is_printed():
         (["data.chat=true"], "the tokenizer has none"),
         (["reward.functions=[{name='exact_mach'}]"], "Did you mean 'exact_match'?"),
         (["reward.functions=[{name='no_such_module:f'}]"], "No module named 'no_such_module'"),
-        (["model.sequence_parallel=3", "train.ranks=3"], "does not divide the 4 attention heads"),
+        (["model.sequence_parallel=3", "train.ranks=3"], "does not divide the 2 attention heads"),
         (["model.replicate=3"], "replicate=3 does not divide the 2 ranks"),
         (["output.folder={other}"], "was begun with other settings: "),
     ],
@@ -154,7 +154,7 @@ def test_a_reward_that_always_fails_stops_the_run_on_every_rank(tmp_path, on_err
 
 
 def test_the_loss_of_a_reward_worker_costs_its_sample_and_no_more(tmp_path):
-    named = f"reward.functions=[{{name='{REWARDS}:dies_on_long_answers'}}]"
+    named = f"reward.functions=[{{name='{REWARDS}:dies_on_even_answers'}}]"
     settings = ["train.steps=1", "train.prompts_per_step=4", "output.eval_every=0", "reward.num_workers=1"]
     (found,) = run_ranks(1, run_recipe, small_recipe(tmp_path, named, *settings))
     assert found["reward/errors"] > 0.0 and found["updates"] == 1.0

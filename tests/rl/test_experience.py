@@ -152,7 +152,7 @@ def test_a_run_is_evaluated_before_its_first_step_and_a_resumed_one_is_not(tmp_p
     written = lines(tmp_path / "metrics.jsonl")
     assert [line["step"] for line in written] == [0, 1, 2, 3, 4]
     assert [line["step"] for line in written if "eval/reward" in line["metrics"]] == [0, 2, 4]
-    assert all(name.startswith("eval/") for name in written[0]["metrics"])
+    assert all(name.startswith(("eval/", "time/evaluation")) for name in written[0]["metrics"])
     assert "Best eval" in (tmp_path / "report.html").read_text()
 
 
@@ -256,8 +256,8 @@ def run_and_note(recipe: str) -> tuple[dict[str, float], list[tuple[float, bool,
 
 @pytest.mark.parametrize("algorithm", ["grpo", "rloo", "dr_grpo", "ppo", "reinforce_pp"])
 def test_completions_whose_reward_failed_are_left_out(tmp_path, algorithm):
-    """Long answers make the reward raise: they are neither wrong nor right, and move nothing."""
-    named = f"reward.functions=[{{name='{REWARDS}:refuses_long_answers'}}]"
+    """Even answers make the reward raise: they are neither wrong nor right, and move nothing."""
+    named = f"reward.functions=[{{name='{REWARDS}:refuses_even_answers'}}]"
     settings = [*ONE_STEP, named, f"algorithm.name={algorithm}", "rollout.group_size=8"]
     ((metrics, flat, (weights,)),) = run_ranks(1, run_and_note, small_recipe(tmp_path, *settings))
     failed = [entry for entry in flat if entry[1]]
@@ -296,7 +296,7 @@ def run_where_one_rank_cannot(recipe: str, what: str) -> None:
 
 @pytest.mark.parametrize("what", ["RewardRunner", "_empty_replica"])
 def test_what_one_rank_cannot_start_ends_the_run_on_all(tmp_path, what):
-    named = f"reward.functions=[{{name='{REWARDS}:refuses_long_answers'}}]"
+    named = f"reward.functions=[{{name='{REWARDS}:refuses_even_answers'}}]"
     outcomes = run_ranks_outcomes(2, run_where_one_rank_cannot, small_recipe(tmp_path, named), what)
     assert outcomes[0] == outcomes[1]
     assert (

@@ -106,7 +106,7 @@ def run_until_rewarded(recipe: str, signal: Path) -> int:
 )
 def test_a_run_is_the_same_as_with_rewards_in_sequence(tmp_path, overrides):
     functions = (
-        f"reward.functions=[{{name='{REWARDS}:refuses_long_answers'}},{{name='exact_match',weight=0.5}}]"
+        f"reward.functions=[{{name='{REWARDS}:refuses_even_answers'}},{{name='exact_match',weight=0.5}}]"
     )
     settings = [functions, "rollout.batch_size=5", "output.samples_per_step=100", *overrides]
     run_ranks(2, run_recipe, small_recipe(tmp_path / "now", *settings))

@@ -7,10 +7,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+EVEN = ("0", "2", "4", "6", "8")
 
-def dies_on_long_answers(prompt: str, completion: str, row: dict[str, Any]) -> float:
+
+def dies_on_even_answers(prompt: str, completion: str, row: dict[str, Any]) -> float:
     """Takes its own process with it, as a crash in a native library does."""
-    if len(completion) >= 2:
+    if completion.endswith(EVEN):
         os._exit(9)
     return float(completion == row["answer"])
 
@@ -24,9 +26,9 @@ def even_answer(prompt: str, completion: str, row: dict[str, Any]) -> float:
     return float(int(row["answer"]) % 2 == 0)
 
 
-def refuses_long_answers(prompt: str, completion: str, row: dict[str, Any]) -> float:
-    if len(completion) >= 2:
-        raise ValueError(f"{completion} is too long")
+def refuses_even_answers(prompt: str, completion: str, row: dict[str, Any]) -> float:
+    if completion.endswith(EVEN):
+        raise ValueError(f"{completion} is even")
     return float(completion == row["answer"])
 
 
