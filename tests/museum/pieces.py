@@ -27,14 +27,14 @@ PIECES: dict[str, Piece] = {
         "A meta model is cast to bf16 as a whole; `to_empty` gives the rotary frequencies memory that a broadcast of "
         "another dtype does not write; log-probs are NaN on all ranks but one.",
         ("S208", "S209"),
-        "attest names buffer, rank and dtype; load computes buffers on every rank and casts parameters only",
+        "attest names the buffer, the rank and the dtype; load computes buffers on every rank and casts only parameters",
     ),
     "skyrl-1370-skip": Piece(
         "SkyRL 1370, skipped steps",
         f"{_GITHUB}/NovaSky-AI/SkyRL/pull/1370",
         "A rank with a gradient that is not finite skips the optimizer alone, and the others wait in it.",
         ("T302",),
-        "one exchange decides for all ranks; the result names rank, micro-batch and tensor",
+        "one exchange decides for all ranks; the result names the rank, the micro-batch and the tensor",
     ),
     "skyrl-1370-zeroed": Piece(
         "SkyRL 1370, zeroed gradients",
@@ -57,14 +57,14 @@ PIECES: dict[str, Piece] = {
         f"{_GITHUB}/NovaSky-AI/SkyRL/pull/1370",
         "Experts without tokens change the graph, and recomputation takes another route than the forward pass.",
         ("T302",),
-        "the routing of the forward pass is replayed; an expert that is not finite is named",
+        "recomputation replays the routing of the forward pass; an expert with NaN or Inf is reported",
     ),
     "skyrl-1370-router": Piece(
         "SkyRL 1370, router logits",
         f"{_GITHUB}/NovaSky-AI/SkyRL/pull/1370",
         "`output_router_logits` is set on models without a router, and models that say `num_experts` are missed.",
         ("C001",),
-        "what configs call their experts is data; a router setting for a dense model is refused by name",
+        "the names that configs use for experts are kept in a table; a router setting for a dense model is refused",
     ),
     "skyrl-1767": Piece(
         "SkyRL 1767",
@@ -80,7 +80,7 @@ PIECES: dict[str, Piece] = {
         "Entropy and other metrics are means of means over micro-batches and ranks; a rank whose tokens are all "
         "masked reports nothing, and the others wait (1817).",
         ("T306",),
-        "sums and counts are reduced over the global batch; a rank without a metric is named",
+        "sums and counts are reduced over the global batch; a rank that lacks a metric is reported",
     ),
     "transformers-45050": Piece(
         "transformers 45050",
@@ -88,7 +88,7 @@ PIECES: dict[str, Piece] = {
         "Memory-saving loading leaves `empty_like` placeholders on all ranks but one; they hold NaN, and generation "
         "dies in `multinomial`.",
         ("S205",),
-        "attest names tensor and rank; load has no placeholders",
+        "attest names the tensor and the rank; load uses no placeholders",
     ),
     "transformers-45649": Piece(
         "transformers 45649",
@@ -96,7 +96,7 @@ PIECES: dict[str, Piece] = {
         "The fix of 45050 fills the placeholders with zeros: nothing fails any more, and every rank commits the memory "
         "of a whole model.",
         ("S206",),
-        "attest calls a module that is mostly zeros by its name; a load's peak is its shard",
+        "attest reports a module that is mostly zeros; a load's peak memory is its shard",
     ),
     "transformers-48892": Piece(
         "transformers 48892",
@@ -104,7 +104,7 @@ PIECES: dict[str, Piece] = {
         "`from_pretrained` replaces non-persistent buffers by unwritten memory; a model whose `_init_weights` does not "
         "know them keeps garbage, the same on all ranks.",
         ("S209", "S204"),
-        "computed buffers are compared with a fresh computation; one that nothing writes stops the load",
+        "computed buffers are compared with a fresh computation; a buffer that nothing writes stops the load",
     ),
     "verl-6188": Piece(
         "verl 5995 and 6188",
@@ -112,7 +112,7 @@ PIECES: dict[str, Piece] = {
         "With CPU offload the module is moved to the GPU to ask for its weights; FSDP's bookkeeping does not follow, "
         "and the weight sync crashes.",
         ("E401",),
-        "the export moves nothing, and names a parameter that somebody moved",
+        "the export moves nothing, and reports a parameter that something else moved",
     ),
     "verl-6405": Piece(
         "verl 6405",
@@ -127,14 +127,14 @@ PIECES: dict[str, Piece] = {
         f"{_GITHUB}/verl-project/verl/pull/7014",
         "Merged LoRA weights are read after the merge was undone: the engine gets the base, and every sync succeeds.",
         ("E405",),
-        "a payload that did not change although the model did is a finding on the receipt",
+        "the receipt has a finding if the payload did not change although the model did",
     ),
     "verl-7495": Piece(
         "verl 7495",
         f"{_GITHUB}/verl-project/verl/issues/7495",
         "The adapter is never sent; the engine samples from the first policy for the whole run.",
         ("E404",),
-        "what a receiver holds is compared with the manifest; each adapter tensor that did not arrive is named",
+        "what a receiver holds is compared with the manifest; each adapter tensor that did not arrive is reported",
     ),
     "verl-7834": Piece(
         "verl 7834",
@@ -142,7 +142,7 @@ PIECES: dict[str, Piece] = {
         "`to_empty` gives a tied head storage of its own; values are still right, and from the first step embedding "
         "and head drift apart.",
         ("S203",),
-        "ties are first class: made before sharding, counted by attest",
+        "ties are made before sharding, and attest counts them",
     ),
     "trl-5312": Piece(
         "TRL 5312",
@@ -164,7 +164,7 @@ PIECES: dict[str, Piece] = {
         "One rank meets an error, or other keys than the rest, in the middle of a collective load; the others wait "
         "until the backend gives up.",
         ("L100",),
-        "errors are exchanged before any rank raises; all raise the same one, with the rank's name",
+        "errors are exchanged before any rank raises; all ranks raise the same one, which names the rank",
     ),
     "vllm-42821": Piece(
         "vLLM 42821 and SkyRL 1680",
@@ -179,14 +179,14 @@ PIECES: dict[str, Piece] = {
         "The packed copy of a tied head is made at the first load and never again: every byte arrives, the version is "
         "set, and the old head goes on sampling.",
         ("R503",),
-        "only a canary sees it, and it does",
+        "the canary compares log-probs, which is the only way to see it",
     ),
     "ms-swift-10154": Piece(
         "ms-swift 10154",
         f"{_GITHUB}/modelscope/ms-swift/issues/10154",
         "Merging LoRA in place and undoing it for every sync drifts bf16 base weights.",
         ("E404",),
-        "merging is out of place; a base that is no longer the checkpoint's is named tensor by tensor",
+        "merging is out of place; each base tensor that differs from the checkpoint is reported",
     ),
 }  # fmt: skip
 
