@@ -24,6 +24,7 @@ _ONGOING = "..."
 _SHOWN_AFTER_S = 0.5  # how long something must have taken for its duration to be shown
 _CLEAR_LINE = "\r\x1b[2K"  # another process may have drawn its live line there
 _REFRESHES_PER_S = 8
+_LABEL = r"(?m)^(Finished|Stopped|Failed|[A-Z]\d{3}|[A-Z][a-z]+:)"  # what the eye looks for in shown lines
 _SHOW_CURSOR = "\x1b[?25h"
 
 
@@ -124,8 +125,12 @@ class Live(Terminal):
             self._print(text)
 
     def show(self, text: str) -> None:
+        from rich.text import Text
+
         self.pause()
-        self._print(text)
+        shown = Text(text)
+        shown.highlight_regex(_LABEL, "bold")
+        self._console.print(shown)
 
     def pause(self) -> None:
         self._finish_ongoing()

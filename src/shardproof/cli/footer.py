@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _PARTS = ("rollout", "update", "sync", "evaluation")  # metrics of steps, as time/...
 
-_MIN_SHOWN_S = 0.05
+_MIN_SHARE = 0.005  # of the time; what took less is not shown
 
 
 @dataclass
@@ -45,9 +45,9 @@ class Part:
         if status == "running":  # rank 0 had no time to write how it ended
             status = "stopped" if interrupted else "failed"
         lines = [_outcome(folder, status, step, self.recipe)]
-        spent = self._times()
+        total = time.time() - self.started
+        spent = self._times(total)
         if spent:
-            total = time.time() - self.started
             shares = (
                 f"{name} {duration(seconds)} ({seconds / total:.0%})" for name, seconds in spent.items()
             )
@@ -68,8 +68,8 @@ class Part:
             return None
         return facts if is_ours and isinstance(facts, dict) else None
 
-    def _times(self) -> dict[str, float]:
-        """Seconds by what they were spent on, in this part of the run."""
+    def _times(self, total: float) -> dict[str, float]:
+        """Seconds by what they were spent on, in this part of the run, the longest first. Small shares are left out."""
         rows = [line for line in _read(self.recipe, "metrics.jsonl") if line["step"] > self.first_step]
         if not rows:
             return {}
@@ -79,9 +79,9 @@ class Part:
         for name, proof in (("checkpoints", "checkpoint"), ("model", "export")):
             mine = (line for line in proofs if line.get("proof") == proof and line["step"] > self.first_step)
             spent[name] = sum(_number(line.get("seconds")) for line in mine)
-        spent["start and other"] = max(time.time() - self.started - sum(spent.values()), 0.0)
+        spent["start and other"] = max(total - sum(spent.values()), 0.0)
         longest_first = sorted(spent.items(), key=lambda item: -item[1])
-        return {name: seconds for name, seconds in longest_first if seconds >= _MIN_SHOWN_S}
+        return {name: seconds for name, seconds in longest_first if seconds >= _MIN_SHARE * total}
 
 
 def _outcome(folder: Path, status: Any, step: int, recipe: Recipe) -> str:
@@ -111,7 +111,7 @@ def _next_step(status: Any) -> str:
         return "open the report; to train longer, raise train.steps and rerun the same command"
     if status == "stopped":
         return "rerun the same command to resume"
-    return "fix what the message above names, then rerun the same command to resume from the last checkpoint"
+    return "fix what the message above names, then rerun the same command to resume"
 
 
 def _read(recipe: Recipe, name: str) -> Iterable[dict[str, Any]]:

@@ -35,8 +35,7 @@ def launch(recipe: Recipe, options: Options, terminal: Terminal) -> None:
     logger.info("starting %d rank%s ...", num_ranks, "s" * (num_ranks > 1))
     terminal.pause()  # rank 0 draws from here on
     code = start_and_wait(recipe, options, num_ranks, run_rank)
-    for line in part.footer(interrupted=code > _SIGNALLED):
-        terminal.show(line)
+    _show_footer(part, code, terminal)
     if code:
         raise SystemExit(code)
 
@@ -98,8 +97,14 @@ def run_under_torchrun(recipe: Recipe, options: Options, terminal: Terminal) -> 
         code = int(end.code or 0)
         raise
     finally:
-        for line in part.footer(interrupted=code > _SIGNALLED) if os.environ["RANK"] == "0" else ():
-            terminal.show(line)
+        if os.environ["RANK"] == "0":
+            _show_footer(part, code, terminal)
+
+
+def _show_footer(part: Part, code: int, terminal: Terminal) -> None:
+    lines = part.footer(interrupted=code > _SIGNALLED)
+    for line in ["", *lines] if lines else ():
+        terminal.show(line)
 
 
 def run_rank(recipe_json: str, options: Options) -> dict[str, float]:

@@ -88,7 +88,8 @@ def _train(recipe: Recipe, options: Options, is_dry: bool, terminal: Terminal) -
 
 def _describe(recipe: Recipe, path: str) -> str:
     """What starts, in a line."""
-    ranks = f"{recipe.train.ranks} ranks" if recipe.train.ranks else "a rank per GPU"
+    num = recipe.train.ranks
+    ranks = f"{num} rank{'s' * (num > 1)}" if num else "a rank per GPU"
     return (
         f"shardproof {__version__}: {path}: {recipe.algorithm.name} on {recipe.model.path}, {ranks}, "
         f"{recipe.train.steps} steps, output in {recipe.output.folder}"

@@ -38,9 +38,10 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _AGENT_LOGGERS = (
     "torch.distributed.elastic.agent.server.api",
     "torch.distributed.elastic.multiprocessing.api",
+    "torch.multiprocessing.spawn",
 )
 # What torch's agent says whenever it ends ranks. Why it ends them is said by those who ask it to.
-_ROUTINE = re.compile(r"Received \d+ death signal|(Closing|Sending) process \d+")
+_ROUTINE = re.compile(r"Received \d+ death signal|(Closing|Sending|Terminating) process \d+")
 
 _groups_made = itertools.count()
 
