@@ -8,15 +8,19 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-CHANGELOG = "docs/changelog.md"  # made here, not kept in git: pages of a site lie in docs/
+CHANGELOG = "docs/changelog.md"  # there while the site is built: all of its pages lie in docs/
 
 
 def build(root: Path = ROOT) -> tuple[int, str]:
     """Build the site of a checkout; returns the exit code and what the builder said."""
-    (root / CHANGELOG).write_text((root / "CHANGELOG.md").read_text().replace("](docs/", "]("))
     shutil.rmtree(root / "site", ignore_errors=True)
     command = [sys.executable, "-m", "zensical", "build", "--strict", "--clean"]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True)
+    changelog = root / CHANGELOG
+    changelog.write_text((root / "CHANGELOG.md").read_text().replace("](docs/", "]("))
+    try:
+        done = subprocess.run(command, cwd=root, capture_output=True, text=True)
+    finally:
+        changelog.unlink()
     said, _, _ = (done.stdout + done.stderr).partition(
         "Traceback"
     )  # how it ends a strict build that found something

@@ -372,7 +372,7 @@ def test_a_python_that_is_too_old():
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["trian"], "Did you mean 'train'?"),
+        (["tran"], "Did you mean 'train'?"),
         (["train"], "Missing argument"),
         (["train", str(TINY), "--dryrun"], "--dry-run"),
         (["train", str(TINY), "--from", "newest"], "--from"),
