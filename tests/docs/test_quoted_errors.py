@@ -83,7 +83,7 @@ QUOTED = [
 def test_a_quoted_error_is_the_one_that_users_get(tmp_path, monkeypatch, page, override, quote):
     for name, text in FILES.items():
         (tmp_path / name).write_text(text)
-    recipe = {
+    recipe: dict[str, dict[str, object]] = {
         "model": {"path": str(ROOT / "recipes" / "tiny" / "model")},
         "data": {"train": "train.jsonl", "prompt_column": "question", "answer_column": "result"},
         "train": {"steps": 1},
