@@ -28,8 +28,8 @@ RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 MARK = "demo.json"  # says that a folder is a demo's, and may be replaced by the next one
 _RUN, _FAULTS, _RECIPE, _DATA = "run", "faults", "tiny.toml", "tiny"
 _INTRODUCTION = """\
-shardproof demo: a tiny language model learns to add, with GRPO on 2 ranks of this machine's CPU.
-It takes about a minute and needs no network. Everything it writes is in {folder}/.
+shardproof demo: a tiny model learns to add, with GRPO on 2 ranks on the CPU.
+It takes about a minute and needs no network. It writes to {folder}/.
 """
 
 
@@ -146,28 +146,33 @@ def read_outcome(recipe: Recipe) -> Outcome:
 def describe_outcome(outcome: Outcome, output: Path, seconds: float) -> list[str]:
     """What was learned, and what to look at next."""
     run, command = output / _RUN, own_command()
-    asked = f"{outcome.questions} sums that the model never saw, neither here nor in its first training:"
+    asked = f"{outcome.questions} sums that the model never saw, here or in its first training:"
     shares = [f"{share:.1%} ± {error:.1%}" for share, error in (outcome.before, outcome.after)]
     lines = [
         "",
         "4. Outcome",
         "",
         f"  {asked}",
-        f"    before training:  {shares[0]} answered correctly",
-        f"    after {outcome.steps} steps:  {shares[1]} answered correctly   (± is one standard error)",
+        f"    before training:  {shares[0]} answered correctly (± one standard error)",
+        f"    after {outcome.steps} steps:  {shares[1]} answered correctly",
         f"  The demo took {duration(seconds)}, of which training {duration(outcome.seconds)}.",
         "",
         "5. What to look at next",
         "",
-        f"  the run's page      {run / 'report.html'} (open it in a browser: proofs, curves, samples)",
-        f'  the trained model   transformers.AutoModelForCausalLM.from_pretrained("{run / "model"}")',
-        f"  check any model     {command} doctor {run / 'model'}",
-        f"  your own data       {command} train {output / _RECIPE} data.train=mine.jsonl output.folder=runs/mine",
-        f"  all commands        {command} --help",
+        "  The run's page: proofs, curves and samples, in your browser",
+        f"    {run / 'report.html'}",
+        "  The trained model, in transformers",
+        f'    AutoModelForCausalLM.from_pretrained("{run / "model"}")',
+        "  A check of any model",
+        f"    {command} doctor {run / 'model'}",
+        "  Training on your own data, with the demo's recipe",
+        f"    {command} train {output / _RECIPE} data.train=mine.jsonl output.folder=mine",
+        "  All commands",
+        f"    {command} --help",
     ]
     if command != "shardproof" and Path(sys.prefix, "bin", "activate").is_file():
         activate = _relative(Path(sys.prefix, "bin", "activate"))
-        lines += ["", f"  To type just `shardproof`, run this once per shell:  source {activate}"]
+        lines += ["  To type just `shardproof`, run this once per shell", f"    source {activate}"]
     return lines
 
 
