@@ -49,8 +49,17 @@ shardproof doctor Qwen/Qwen3-0.6B --strategy fsdp1 --sequence-parallel 2 --html 
 shardproof report runs/mine
 shardproof report runs/a runs/b --output comparison.html""",
     "watch": "shardproof watch runs/mine",
+    "verify": "shardproof verify runs/mine/model",
+    "push": "shardproof push runs/mine --repo my-name/my-model",
 }
-EXIT_CODES = {"train": _RUN, "demo": _RUN, "doctor": _COUNT, "estimate": [_COUNT[0], _COUNT[2]]}
+_VERIFY = [("0", "every tensor is as it was saved"), _PLAIN[1], ("3", "a tensor differs; each is named")]
+EXIT_CODES = {
+    "train": _RUN,
+    "demo": _RUN,
+    "doctor": _COUNT,
+    "estimate": [_COUNT[0], _COUNT[2]],
+    "verify": _VERIFY,
+}
 
 
 def page() -> str:
