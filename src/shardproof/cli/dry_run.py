@@ -29,7 +29,8 @@ def dry_run(recipe: Recipe, options: Options, terminal: Terminal) -> None:
     num_nodes, num_ranks = node_range(options.nnodes)[0], count_ranks(recipe)
     resume = Resume(options.allow, options.from_step)
     findings = look_ahead(recipe, options)
-    facts = [f"{num_nodes} x {num_ranks} ranks" if num_nodes > 1 else f"{num_ranks} ranks"]
+    ranks = f"{num_ranks} rank{'s' * (num_ranks > 1)}"
+    facts = [f"{num_nodes} x {ranks}" if num_nodes > 1 else ranks]
     try:
         logger.info("reading the data ...")
         inputs = check_inputs(recipe)
