@@ -109,7 +109,7 @@ def test_a_consumer_that_stops_ends_the_others(checkpoint, how, adapters):
             if rank == 1:
                 assert outcome == ("left" if how.startswith("leaves") else "the engine is gone")
             else:
-                assert outcome.startswith("E403 export: rank 1: its consumer stopped"), outcome
+                assert outcome.startswith("E403 export: rank 1: it stopped reading"), outcome
             assert works_again
             assert receipt is None
 

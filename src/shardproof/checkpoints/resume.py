@@ -86,7 +86,9 @@ def resume(
 
 def _check_schedule(scheduler: LRScheduler | None, keep_settings: bool) -> None:
     if keep_settings and scheduler is not None and not isinstance(scheduler, LambdaLR):
-        message = f"keep_settings=True cannot tell at which rate a {type(scheduler).__name__} goes on."
+        message = (
+            f"keep_settings=True cannot tell at which learning rate a {type(scheduler).__name__} continues."
+        )
         raise fail(
             "C001", "resume", message, fix="use make_schedule or another LambdaLR, or keep_settings=False"
         )

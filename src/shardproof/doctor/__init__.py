@@ -1,1 +1,1 @@
-"""The doctor: every check of the project, run on a model or on anyone's module, and what they found."""
+"""The doctor: every check of the project, run on a model or on any module, and what they found."""

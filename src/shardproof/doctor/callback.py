@@ -1,4 +1,4 @@
-"""`AttestCallback`: attestation inside anyone's Trainer, after sharding and before the first step."""
+"""`AttestCallback`: attestation inside any Hugging Face Trainer, after sharding and before the first step."""
 
 from __future__ import annotations
 

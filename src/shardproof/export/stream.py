@@ -221,7 +221,7 @@ def agree_to_continue(*, stopped: bool = False, bad: str | None = None) -> None:
         raise fail("E402", "export", f"{names[rank]!r} holds NaN or Inf.", rank=rank, tensor=names[rank])
     if any(flag[0] for flag in flags) and not stopped:
         rank = next(rank for rank, flag in enumerate(flags) if flag[0])
-        raise fail("E403", "export", "its consumer stopped before the end of the stream.", rank=rank)
+        raise fail("E403", "export", "it stopped reading the weight stream before its end.", rank=rank)
 
 
 def make_tensors(entry: ExportEntry, whole: Mapping[str, torch.Tensor]) -> list[tuple[str, torch.Tensor]]:

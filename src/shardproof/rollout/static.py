@@ -163,10 +163,10 @@ class FixedDecoder:
         said = f"{type(error).__name__}: {error}"
         if self._fuses or self._draws:
             self._fuses = self._draws = False
-            logger.warning("decoding without kernels of our own: they failed (%s)", said)
+            logger.warning("decoding without fused kernels, which failed (%s)", said)
         elif self._records and graphs.can_capture(self._device, 2):
             self._records = False
-            logger.warning("decoding without CUDA graphs: they failed (%s)", said)
+            logger.warning("decoding without CUDA graphs, which failed (%s)", said)
         else:
             return False
         return True

@@ -211,7 +211,7 @@ def _inspect_values(item: Held, rank: int) -> list[Finding]:
         return [Finding("S205", _STAGE, message, **where)]  # type: ignore[arg-type]
     largest = float(item.local.abs().max())
     if largest > _ABSURD:
-        message = f"{item.name!r} holds {largest:.3g}: this looks like memory that nobody wrote."
+        message = f"{item.name!r} holds {largest:.3g}: this looks like uninitialised memory."
         return [Finding("S206", _STAGE, message, **where)]  # type: ignore[arg-type]
     return []
 
