@@ -22,7 +22,7 @@ from transformers import LlamaConfig, PreTrainedTokenizerFast
 from shardproof.config.load import parse_recipe
 from shardproof.rl.loop import train
 
-FOLDER = Path(__file__).resolve().parent.parent / "src" / "shardproof" / "recipes" / "tiny"
+FOLDER = Path(__file__).resolve().parent.parent / "recipes" / "tiny"
 LIMIT = 50  # numbers from 0 to 49
 HELD_OUT = 400
 ROWS_PER_SUM = 60

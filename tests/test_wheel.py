@@ -32,7 +32,8 @@ def wheel(tmp_path_factory):
     """The wheel of a copy of the source: a build in place would take along what an earlier one left in build/."""
     source, built = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
     shutil.copytree(ROOT / "src", source / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    shutil.copytree(ROOT / "recipes", source / "recipes")
+    for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     options = ("--no-deps", "--no-build-isolation", "--no-index", "-q")
     run(sys.executable, "-m", "pip", "wheel", *options, "-w", str(built), ".", cwd=source)
@@ -53,6 +54,9 @@ def test_the_wheel_holds_every_file_of_the_package_and_nothing_else(wheel):
     source = ROOT / "src"
     files = {str(path.relative_to(source)) for path in (source / "shardproof").rglob("*") if path.is_file()}
     wanted = {name for name in files if "__pycache__" not in name}
+    wanted |= {
+        f"shardproof/{path.relative_to(ROOT)}" for path in (ROOT / "recipes").rglob("*") if path.is_file()
+    }
     with zipfile.ZipFile(wheel) as archive:
         found = set(archive.namelist())
     assert {name for name in found if ".dist-info/" not in name} == wanted
@@ -79,6 +83,11 @@ def test_the_demo_runs_from_the_wheel_in_an_empty_folder(installed, tmp_path):
         sys.executable, "-c", "import shardproof; print(shardproof.__file__)", cwd=tmp_path, **variables
     )
     assert Path(where.strip()) == installed / "shardproof" / "__init__.py"
+    listed = run(sys.executable, "-m", "shardproof", "recipes", "copies", cwd=tmp_path, **variables)
+    assert (
+        "copies/gsm8k_grpo.toml: " in listed and (tmp_path / "copies/tiny/model/model.safetensors").is_file()
+    )
+    shutil.rmtree(tmp_path / "copies")
     shown = run(sys.executable, "-m", "shardproof", "demo", "--steps", "2", cwd=tmp_path, **variables)
     assert [path.name for path in tmp_path.iterdir()] == ["shardproof-demo"]
     run_folder = tmp_path / "shardproof-demo" / "run"

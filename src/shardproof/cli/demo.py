@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shardproof.cli.options import Options, exit_code_of
+from shardproof.cli.recipes import built_in_recipes
 from shardproof.errors import ShardproofError, fail
 from shardproof.terminal import Terminal, attached
 from shardproof.text import duration, sanitise_logging
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 MARK = "demo.json"  # says that a folder is a demo's, and may be replaced by the next one
 _RUN, _FAULTS, _RECIPE, _DATA = "run", "faults", "tiny.toml", "tiny"
 _INTRODUCTION = """\
@@ -68,8 +68,8 @@ def prepare(output: Path, steps: int | None) -> Recipe:
         (output / MARK).write_text(json.dumps({"made by": "shardproof demo"}) + "\n")
         for name in (_RUN, _FAULTS, _DATA):
             remove_folder(output / name)
-        shutil.copyfile(RECIPES / _RECIPE, output / _RECIPE)
-        shutil.copytree(RECIPES / _DATA, output / _DATA)
+        shutil.copyfile(built_in_recipes() / _RECIPE, output / _RECIPE)
+        shutil.copytree(built_in_recipes() / _DATA, output / _DATA)
     except OSError as error:
         message = f"{error.filename or output} cannot be written: {error.strerror or error}."
         raise fail("C007", "demo", message, fix=fix) from error

@@ -17,17 +17,20 @@ from shardproof.errors import fail
 from shardproof.foreign import read_foreign
 
 _MAX_BYTES = 2**20
+_NO_RECIPE = "pass a recipe, a TOML file; `shardproof recipes` copies the built-in ones to ./recipes"
 _LISTED, _LABEL_CHARACTERS = 20, 100  # problems that a message lists; how much of a strange key it shows
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """The recipe of a TOML file with overrides such as `train.steps=10` applied; raises a ConfigError."""
     file = Path(path)
-    raw = read_foreign(file, "recipe", code="C001", max_bytes=_MAX_BYTES, fix="pass a recipe, a TOML file")
+    raw = read_foreign(file, "recipe", code="C001", max_bytes=_MAX_BYTES, fix=_NO_RECIPE)
     try:
         data = tomllib.loads(raw.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:  # TOML's, UTF-8's and integers' errors are all ValueErrors
-        fix = "recipes are TOML files: see docs/settings.md, or begin with a copy of recipes/tiny.toml"
+        fix = (
+            "recipes are TOML files: see docs/settings.md, or begin with one that `shardproof recipes` copies"
+        )
         if file.suffix.lower() == ".toml":
             fix = "correct the line that the message names"
         raise fail("C001", "recipe", f"{file} is not valid TOML: {error}.", fix=fix) from error
