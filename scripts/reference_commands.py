@@ -45,6 +45,7 @@ shardproof doctor Qwen/Qwen3-0.6B --ranks 2
 shardproof doctor Qwen/Qwen3-0.6B --strategy fsdp1 --sequence-parallel 2 --html doctor.html""",
     "estimate": "shardproof estimate Qwen/Qwen3-0.6B --ranks 8",
     "demo": "shardproof demo",
+    "recipes": "shardproof recipes my-recipes",
     "report": """\
 shardproof report runs/mine
 shardproof report runs/a runs/b --output comparison.html""",
@@ -85,16 +86,21 @@ def _command(name: str, command: Any) -> str:
     if arguments:
         rows = [f"| `{_label(each)}` | {_text(each.help)} |" for each in arguments]
         parts.append("\n".join(["| argument | meaning |", "| --- | --- |", *rows]))
-    parts.append(_options(command))
+    if any(_is_option(each) for each in command.params):
+        parts.append(_options(command))
     codes = [f"| {code} | {meaning} |" for code, meaning in EXIT_CODES.get(name, _PLAIN)]
     parts.append("\n".join(["| exit code | meaning |", "| --- | --- |", *codes]))
     return "\n\n".join(parts)
 
 
 def _options(command: Any) -> str:
-    options = [each for each in command.params if each.param_type_name == "option" and each.name != "help"]
+    options = [each for each in command.params if _is_option(each)]
     rows = [f"| {_names(each)} | {_default(each)} | {_meaning(each)} |" for each in options]
     return "\n".join(["| option | default | meaning |", "| --- | --- | --- |", *rows])
+
+
+def _is_option(param: Any) -> bool:
+    return param.param_type_name == "option" and param.name != "help"
 
 
 def _usage(argument: Any) -> str:
