@@ -29,7 +29,7 @@ def open_foreign(
     waited for.
     """
     if inside is not None and not is_inside(path, inside):
-        raise fail("L110", stage, f"{path.name} leads out of {inside}.")
+        raise fail("L110", stage, f"{path.name} links to a place outside {inside}.")
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except (OSError, ValueError) as error:
@@ -41,7 +41,7 @@ def open_foreign(
         raise fail(code, stage, f"{path} is not a regular file.", fix=fix)
     if max_bytes is not None and found.st_size > max_bytes:
         os.close(descriptor)
-        raise fail(code, stage, f"{path} has {found.st_size} bytes, allowed are {max_bytes}.", fix=fix)
+        raise fail(code, stage, f"{path} has {found.st_size} bytes; the limit is {max_bytes}.", fix=fix)
     return os.fdopen(descriptor, "rb")
 
 

@@ -66,5 +66,5 @@ def describe_error(error: BaseException) -> str:
     except KeyboardInterrupt:
         raise
     except BaseException as another:
-        text = f"its text cannot be had ({type(another).__name__})"
+        text = f"its message cannot be read ({type(another).__name__})"
     return f"{type(error).__name__}: {text}{where}"

@@ -130,7 +130,7 @@ def test_a_file_that_became_shorter_is_named(tmp_path):
     save(tmp_path, {"d": [(0, 1000)]}, 1)
     saved = read(tmp_path)
     (tmp_path / data_name(0)).write_bytes(b"short")
-    with pytest.raises(ExportFault, match=r"E407 resume: rank-0.bin ends in 'd'"):
+    with pytest.raises(ExportFault, match=r"E407 resume: rank-0.bin ends before 'd' is complete"):
         read_ranges(tmp_path, {"d": held_range(torch.zeros(1000), 0, 1000)}, saved)
 
 

@@ -95,7 +95,7 @@ def test_a_rank_that_died_gives_no_answer():
     assert outcomes[1] == ("died", 3)
     for rank in (0, 2):
         message = outcomes[rank][1]
-        assert "rank 1 gave no answer: its process is gone, or stuck outside Python" in message
+        assert "rank 1 did not answer: its process has died or is stuck outside Python" in message
         assert re.search(rf"(rank {rank}|ranks 0, 2) in all_gather\w*: .* < die_in_a_step", message)
 
 
@@ -145,5 +145,5 @@ def test_many_ranks_at_one_place_are_said_once():
     answers = dict.fromkeys(range(12), "barrier: a") | {12: "all_gather: b"}
     assert stacks.summarise(answers, 14) == (
         "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 4 more in barrier: a; rank 12 in all_gather: b; "
-        "rank 13 gave no answer: its process is gone, or stuck outside Python"
+        "rank 13 did not answer: its process has died or is stuck outside Python"
     )

@@ -60,7 +60,7 @@ def test_nodes_that_share_a_secret_meet():
         begin("echo", "hello", num_ranks=1, nnodes="2", rdzv_endpoint=endpoint, rdzv_id=SECRET)
         for _ in range(2)
     ]
-    said = "this node listens to others beyond loopback"
+    said = "this node accepts connections from other machines"
     found = results(nodes[0], said) | results(nodes[1], said)
     assert found == {"0": ["0", "2", "hello"], "1": ["1", "2", "hello"]}
 
@@ -87,7 +87,7 @@ def test_what_a_stranger_wrote_is_never_unpickled(tmp_path, signed_by):
     store, bomb = dist.HashStore(), pickle.dumps(Bomb(tmp_path / "exploded"))
     stranger = C10dRendezvousBackend(store, derive(SECRET)[0])  # keys can be listed by anyone
     (stranger if signed_by is None else SignedBackend(stranger, derive(signed_by)[1])).set_state(bomb)
-    with pytest.raises(RendezvousStateError, match="does not know --rdzv-id"):
+    with pytest.raises(RendezvousStateError, match="not signed with this run's --rdzv-id"):
         make_handler(store, SECRET).next_rendezvous()
     assert not (tmp_path / "exploded").exists()
 
@@ -115,9 +115,9 @@ def test_a_signed_state_comes_back():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({}, "several nodes need --rdzv-endpoint"),
-        ({"rdzv_endpoint": "node0:29500"}, "several nodes need --rdzv-id, a secret of at least 16"),
-        ({"rdzv_endpoint": "node0:29500", "rdzv_id": "mine"}, "several nodes need --rdzv-id"),
+        ({}, "a run on several nodes needs --rdzv-endpoint"),
+        ({"rdzv_endpoint": "node0:29500"}, "a run on several nodes needs --rdzv-id, a secret of at least 16"),
+        ({"rdzv_endpoint": "node0:29500", "rdzv_id": "mine"}, "a run on several nodes needs --rdzv-id"),
         ({"rdzv_endpoint": "node0:port", "rdzv_id": SECRET}, "--rdzv-endpoint 'node0:port': The port number"),
         ({"nnodes": "two"}, "--nnodes 'two' is neither"),
         ({"nnodes": "4:2"}, "--nnodes '4:2' is neither"),
@@ -140,7 +140,7 @@ class Alone(OneNode):
 def test_nodes_that_do_not_meet_are_told_so(monkeypatch):
     monkeypatch.setattr(agent, "several_nodes", lambda *_: Alone("a run"))
     with pytest.raises(
-        ConfigError, match=r"C002 launch: the nodes did not meet: The connection to .* failed"
+        ConfigError, match=r"C002 launch: the nodes could not connect: The connection to .* failed"
     ):
         start_ranks(print, num_ranks=1, nnodes="2", rdzv_endpoint="node0:29500", rdzv_id=SECRET)
 

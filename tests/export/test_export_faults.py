@@ -328,12 +328,12 @@ def corrupt_shared(folder, change):
 @pytest.mark.parametrize(
     ("change", "name", "word"),
     [
-        ("one element", DOWN, "other bytes"),
-        ("two elements swapped", NORM, "other bytes"),
+        ("one element", DOWN, "differs from what was sent"),
+        ("two elements swapped", NORM, "differs from what was sent"),
         ("missing", DOWN, "did not arrive"),
         ("extra", "model.layers.9.mlp.down_proj.weight", "not in the manifest"),
         ("dtype", DOWN, "torch.bfloat16"),
-        ("shape", DOWN, "(48, 32), sent was torch.float32 (32, 48)"),
+        ("shape", DOWN, "(48, 32), expected torch.float32 (32, 48)"),
     ],
 )
 def test_a_receiver_that_holds_something_else(checkpoint, change, name, word):
@@ -352,6 +352,6 @@ def test_two_tensors_under_one_name():
     entries = [ExportEntry(("a",), {"same": box}), ExportEntry(("b",), {"other": box, "same": box})]
     check_entries(entries[:1])
     with pytest.raises(
-        ExportFault, match=r"E404 export: 'same' would be made from \('a',\) and from \('b',\)"
+        ExportFault, match=r"E404 export: 'same' would be exported twice: from \('a',\) and from \('b',\)"
     ):
         check_entries(entries)

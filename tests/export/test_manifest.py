@@ -65,7 +65,7 @@ def test_one_changed_bit_is_named(seed):
         raw[draw.randrange(raw.numel())] ^= 1 << draw.randrange(8)
     findings = manifest.compare({**tensors, name: changed}.items(), receiver="engine 2")
     assert codes(findings) == [("E404", "verify", name)]
-    assert "engine 2" in findings[0].message and "other bytes" in findings[0].message
+    assert "engine 2" in findings[0].message and "differs from what was sent" in findings[0].message
 
 
 def test_missing_extra_twice_dtype_and_shape():
@@ -84,12 +84,12 @@ def test_missing_extra_twice_dtype_and_shape():
     assert [finding.tensor for finding in findings] == [names[0], names[1], names[2], "other", names[3]]
     assert {finding.code for finding in findings} == {"E404"}
     messages = [finding.message for finding in findings]
-    assert "torch.float64 (3, 5), sent was torch.float32 (3, 5)" in messages[0]
-    assert "came twice" in messages[1]
-    assert "(6, 4), sent was torch.float16 (2, 3, 4)" in messages[2]
+    assert "torch.float64 (3, 5), expected torch.float32 (3, 5)" in messages[0]
+    assert "arrived twice" in messages[1]
+    assert "(6, 4), expected torch.float16 (2, 3, 4)" in messages[2]
     assert "not in the manifest" in messages[3]
     assert "did not arrive" in messages[4]
-    assert all("Fix: send it again" in str(finding) for finding in findings)
+    assert all("Fix: send them again" in str(finding) for finding in findings)
 
 
 def test_without_digests_names_dtypes_and_shapes_are_compared():

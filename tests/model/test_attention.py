@@ -178,7 +178,7 @@ def test_a_module_that_is_not_causal_is_refused():
 def test_a_model_that_drops_its_keywords_is_refused():
     with pytest.raises(sp.TrainFault, match="T303") as caught:
         packed_attention(Attention(2), *make_states(2), None)
-    assert "does not pass its keywords on" in str(caught.value)
+    assert "does not pass keyword arguments on" in str(caught.value)
 
 
 def test_packing_knows_its_borders():

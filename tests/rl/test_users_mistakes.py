@@ -106,7 +106,7 @@ class KeepsTheReceipt(Embedded):
         ("algorithm.name={}:OnePerPrompt", "OnePerPrompt.compare returned advantages of shape (3, 1) for"),
         ("algorithm.name={}:FailsOnRankOne", "rank 1: LookupError: here alone"),
         ("algorithm.name={}:PenaltyOfText", "penalty='much'"),
-        ("optimizer.name={}:RefusesOnRankOne", "cannot be made: LookupError: here alone"),
+        ("optimizer.name={}:RefusesOnRankOne", "cannot be created: LookupError: here alone"),
         ("rollout.engine={}:AnswersTooFew", "complete() answered 0 of 1 requests"),
         ("rollout.engine={}:KeepsTheReceipt", "load_weights returned NoneType, not the stream's receipt"),
     ],
@@ -127,7 +127,7 @@ def test_a_broken_promise_is_named_on_every_rank(tmp_path, setting, said):
         ("algorithm.name={}:CriticWithoutLoss", "value_loss is a NoneType; expected a shardproof.Loss"),
         (
             "environment.name={}:NeedsAnArgument",
-            "cannot be made: TypeError: NeedsAnArgument.__init__() missing",
+            "cannot be created: TypeError: NeedsAnArgument.__init__() missing",
         ),
     ],
 )

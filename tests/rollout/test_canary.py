@@ -36,7 +36,9 @@ def test_a_nan_on_either_side_fails_the_canary(place):
     bad[place] = nan
     assert isnan(distance(good, bad)) and isnan(distance(bad, good))
     for said, expected in ((bad, good), (good, bad), (bad, bad)):
-        with pytest.raises(ShardproofError, match="R503 sync: engine and trainer differ by nan"):
+        with pytest.raises(
+            ShardproofError, match="R503 sync: engine and trainer log-probs of the canary differ by nan"
+        ):
             make_delivery(said)._check_canary(Delivered(1, expected), said)
 
 

@@ -141,7 +141,7 @@ def test_an_engine_that_sleeps_gives_its_memory_up_and_gets_it_back(folder):
         assert found["held"] == [True, True] and found["left"] == [0, 0]
         assert found["version"] == -1 and found["unwritten"]
         assert "R501 sleep: the engine still has requests to answer." in found["busy"]
-        assert "R501 generate: the engine is asleep: it has neither memory nor weights." in found["asleep"]
+        assert "R501 generate: the engine is asleep: its weights and memory were freed." in found["asleep"]
         assert "call wake, then load_weights" in found["asleep"]
         assert "R501 load_weights: the engine is asleep" in found["load"]
         assert "R501 generate: the engine has no weights yet." in found["awake"]
@@ -169,9 +169,9 @@ def test_a_run_is_the_same_whether_its_engine_sleeps_or_not(tmp_path):
     [
         (
             ["rollout.vllm.mode=server", "rollout.vllm.url=http://127.0.0.1:9"],
-            "is not this run's to put to sleep",
+            "was not started by this run, so the run cannot put it to sleep",
         ),
-        ([], "vLLM does not sleep on CPU"),
+        ([], "vLLM's sleep mode needs a GPU"),
     ],
 )
 def test_a_vllm_server_that_cannot_sleep_is_refused_before_a_start(settings, said):

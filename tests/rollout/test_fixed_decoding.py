@@ -321,11 +321,11 @@ def draw_with(fault, calls, recorder):
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
-        ("differs", "draw other tokens"),
-        ("differs at other temperatures", "draw other tokens"),
-        ("differs when it is replayed", "draw other tokens"),
-        ("differs in the last rows", "draw other tokens"),
-        ("forgets the end", "lose count"),
+        ("differs", "sample different tokens"),
+        ("differs at other temperatures", "sample different tokens"),
+        ("differs when it is replayed", "sample different tokens"),
+        ("differs in the last rows", "sample different tokens"),
+        ("forgets the end", "miscount"),
         ("fails", "no such instruction"),
         ("fails when it is recorded", "no such instruction"),
     ],

@@ -104,7 +104,7 @@ def test_boxes_of_experts_rows_and_columns(writes, code, message):
 def test_tensor_without_a_named_writer_is_a_finding():
     (finding,) = ledger_of(0, 4, [(0, 4)], named=False).findings(rank=0)
     assert (finding.code, finding.tensor) == ("S201", "w")
-    assert "no named writer" in finding.message
+    assert "no source was recorded" in finding.message
 
 
 def test_each_tensor_is_reported():

@@ -221,7 +221,7 @@ def make_badly(what):
         ({"name": "muon", "adjust_lr": "mine"}, "match_rms_adamw"),
         ({"name": "torch.optim:SDG"}, "Did you mean 'SGD'?"),
         ({"name": "torch.optim:SGD", "momentun": 0.9}, "unexpected keyword argument 'momentun'"),
-        ({"name": f"{__name__}:no_optimizer"}, "gave a float"),
+        ({"name": f"{__name__}:no_optimizer"}, "returned a float"),
     ],
 )
 def test_optimizers_that_cannot_be(what, said):
@@ -253,7 +253,7 @@ def resume_as_another(root):
 
 def test_state_of_another_optimizer_is_refused(tmp_path):
     for resumed, saved, kept in run_ranks(2, resume_as_another, tmp_path):
-        assert resumed.startswith("E407") and "keeps no such state" in resumed
+        assert resumed.startswith("E407") and "has no such state" in resumed
         assert saved.startswith("E408") and "'more'" in saved and "declares" in saved
         assert "ConstantLR" in kept
 

@@ -135,7 +135,7 @@ def read_sums(folder: Path) -> dict[str, tuple[int, int]]:
     label = name_of(folder)
     if (folder / _PICKLED_INDEX).exists():
         message = (
-            f"{label}: its index is a pickle, {_PICKLED_INDEX}: reading it could run code, so it is not read."
+            f"{label}: its index {_PICKLED_INDEX} is a pickle, which could run code, so it was not read."
         )
         raise fail("E409", "resume", message)
     if not (folder / CHECKSUMS_NAME).exists():
@@ -146,7 +146,7 @@ def read_sums(folder: Path) -> dict[str, tuple[int, int]]:
     raw = read_foreign(folder / CHECKSUMS_NAME, "resume", code="E407")
     body = raw[: raw.rfind(b"\n", 0, -1) + 1]
     if raw[len(body) :] != _last_line(body).encode():
-        raise fail("E407", "resume", f"{label}: {CHECKSUMS_NAME} holds other bytes than were written.")
+        raise fail("E407", "resume", f"{label}: {CHECKSUMS_NAME} does not match its own checksum.")
     rows = [line.split(" ", 2) for line in body.decode(errors="replace").splitlines()]
     try:
         noted = {name: (int(size), int(crc, 16)) for crc, size, name in rows}
@@ -159,14 +159,14 @@ def read_sums(folder: Path) -> dict[str, tuple[int, int]]:
 def _check_listing(folder: Path, noted: dict[str, tuple[int, int]]) -> None:
     label, found = name_of(folder), {path.name for path in folder.iterdir()} - {CHECKSUMS_NAME}
     for name in sorted(found - noted.keys()):
-        raise fail("E407", "resume", f"{label}: no checksum of {name} was noted.", tensor=name)
+        raise fail("E407", "resume", f"{label}: {name} has no recorded checksum.", tensor=name)
     for name, (size, _) in sorted(noted.items()):
         there = (folder / name).stat().st_size if name in found else None
         if there != size:
             message = (
                 f"{label}: {name} is missing."
                 if there is None
-                else f"{label}: {name} has {there} bytes of {size}."
+                else f"{label}: {name} has {there} bytes, expected {size}."
             )
             raise fail("E407", "resume", message, tensor=name)
 
@@ -188,7 +188,7 @@ def read_checked(folder: Path, name: str, noted: dict[str, tuple[int, int]]) -> 
 
 def _compare(folder: Path, name: str, crc: int, noted: dict[str, tuple[int, int]]) -> None:
     if crc != noted[name][1]:
-        message = f"{name_of(folder)}: {name} holds other bytes than were written."
+        message = f"{name_of(folder)}: {name} does not match its checksum."
         raise fail("E407", "resume", message, tensor=name)
 
 

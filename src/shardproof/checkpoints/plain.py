@@ -45,4 +45,4 @@ def from_plain(value: Any, device: torch.device = _CPU) -> Any:
         dtype, shape = DTYPES.get(str(value["dtype"])), value["shape"]
         if dtype is not None and isinstance(shape, list) and len(shape) < 9 and all(n == 1 for n in shape):
             return torch.tensor(value["tensor"], dtype=dtype, device=device).reshape(shape)
-    raise ValueError(f"{str(value)[:80]} is no saved value")
+    raise ValueError(f"{str(value)[:80]} is not a value that a checkpoint can hold")

@@ -129,7 +129,7 @@ def read_ranges(
         with open_foreign(folder / file_name, stage, code="E407", inside=folder) as file:
             for chunk, name, part in sorted(found, key=lambda row: row[0].offset):
                 if not _read_chunk(file, chunk, saved[name].dtype, ranges[name].shape, part):
-                    raise fail("E407", stage, f"{file_name} ends in {name!r}.", tensor=name)
+                    raise fail("E407", stage, f"{file_name} ends before {name!r} is complete.", tensor=name)
 
 
 def _read_chunk(file: BinaryIO, chunk: Chunk, dtype: torch.dtype, shape: tuple[int, ...], part: Part) -> bool:
@@ -162,11 +162,11 @@ def check_index(
         return fail(code, stage, f"{label}: {INDEX_NAME} cannot be used: {what}.", tensor=tensor)
 
     if not isinstance(index, dict) or not index:
-        raise unusable("it describes no tensor")
+        raise unusable("it lists no tensors")
     saved: dict[str, SavedTensor] = {}
     for name, entry in index.items():
         if not isinstance(entry, dict) or not isinstance(entry.get("chunks"), list):
-            raise unusable(f"{name!r} is not described", name)
+            raise unusable(f"{name!r} has no valid entry", name)
         dtype, numel = DTYPES.get(str(entry.get("dtype"))), entry.get("numel")
         if dtype is None or not _is_count(numel):
             raise unusable(f"{name!r} has dtype {entry.get('dtype')!r} and {numel!r} elements", name)
@@ -177,7 +177,7 @@ def check_index(
         for row in entry["chunks"]:
             chunk = _chunk(row, shape)
             if chunk is None:
-                raise unusable(f"{name!r} has the chunk {row!r}", name)
+                raise unusable(f"{name!r} has the invalid chunk {row!r}", name)
             problem = _chunk_problem(chunk, dtype, sizes)
             if problem is not None:
                 raise unusable(f"{name!r} {problem}", name)
@@ -213,7 +213,7 @@ def _chunk(row: Any, shape: list[int] | None) -> Chunk | None:
 def _chunk_problem(chunk: Chunk, dtype: torch.dtype, sizes: Mapping[str, int]) -> str | None:
     """What is wrong with where a chunk lies."""
     if not _FILE_PATTERN.fullmatch(chunk.file) or chunk.file not in sizes:
-        return f"lies in {chunk.file!r}, which is no file of the checkpoint"
+        return f"is in {chunk.file!r}, which is not a file of the checkpoint"
     last = chunk.offset + size_of(chunk.box) * dtype.itemsize
     return (
         f"ends at byte {last} of {chunk.file}, which has {sizes[chunk.file]}"

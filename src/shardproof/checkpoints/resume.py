@@ -86,9 +86,7 @@ def resume(
 
 def _check_schedule(scheduler: LRScheduler | None, keep_settings: bool) -> None:
     if keep_settings and scheduler is not None and not isinstance(scheduler, LambdaLR):
-        message = (
-            f"keep_settings=True cannot tell at which learning rate a {type(scheduler).__name__} continues."
-        )
+        message = f"keep_settings=True cannot compute the learning rate of a {type(scheduler).__name__}."
         raise fail(
             "C001", "resume", message, fix="use make_schedule or another LambdaLR, or keep_settings=False"
         )
@@ -127,7 +125,7 @@ def _read_state(folder: Path, policy: ShardedModel, noted: dict[str, tuple[int, 
     saved, ours = state["model"], fingerprint(policy)
     if saved != ours:
         odd = sorted(name for name in saved.keys() | ours.keys() if saved.get(name) != ours.get(name))
-        message = f"{label} is of another model: {odd[0]!r} is {saved.get(odd[0])} there and {ours.get(odd[0])} here"
+        message = f"{label} belongs to another model: {odd[0]!r} is {saved.get(odd[0])} in the checkpoint and {ours.get(odd[0])} in this model"
         raise fail("E407", "resume", f"{message} ({len(odd)} tensors differ).", tensor=odd[0])
     return state
 
@@ -137,7 +135,7 @@ def _check_names(folder: Path, saved: Mapping[str, SavedTensor], ranges: dict[st
     for name, item in ranges.items():
         info = saved.get(name)
         if info is None or info.numel != item.numel:
-            found = "is not there" if info is None else f"has {info.numel} elements of {item.numel}"
+            found = "is not there" if info is None else f"has {info.numel} elements, expected {item.numel}"
             raise fail("E407", "resume", f"{name_of(folder)}: {name!r} {found}.", tensor=name)
 
 
@@ -151,9 +149,7 @@ def _check_optimizer(
     """The saved optimizer has as many groups as this one, and the same state for every trainable parameter."""
     label = name_of(folder)
     if groups is not None and len(groups) != len(optimizer.param_groups):
-        message = (
-            f"{label}: its optimizer has {len(groups)} groups, this one has {len(optimizer.param_groups)}."
-        )
+        message = f"{label}: the saved optimizer has {len(groups)} groups, the current one has {len(optimizer.param_groups)}."
         raise fail("E407", "resume", message)
     kept: dict[str, set[str]] = {}
     for name in saved:
@@ -176,6 +172,6 @@ def _check_optimizer(
                 "is not there" if info is None else "" if info.numel == sizes[name] else "has another size"
             )
             if key not in wanted:
-                problem = "is there, and this optimizer keeps no such state"
+                problem = "is in the checkpoint, but this optimizer has no such state"
             if problem:
                 raise fail("E407", "resume", f"{label}: 'optim.{name}.{key}' {problem}.", tensor=name)

@@ -58,22 +58,20 @@ def check_optimizer_state(policy: ShardedModel, optimizer: torch.optim.Optimizer
     specs = state_specs(optimizer)
     for param, state in optimizer.state.items():
         if state and id(param) not in names:
-            raise _unsavable("the optimizer has state of a parameter that is not the model's.")
+            raise _unsavable("the optimizer has state for a parameter that is not in the model.")
         spec = specs.get(param)
         if state and spec is not None and state.keys() != spec.keys():
             name = names[id(param)]
-            message = (
-                f"the optimizer keeps {sorted(map(str, state))} for {name!r} and declares {sorted(spec)}."
-            )
+            message = f"the optimizer has the state {sorted(map(str, state))} for {name!r} but declares {sorted(spec)}."
             raise _unsavable(message, name)
         for key, value in state.items():
             name = names[id(param)]
             if not isinstance(key, str) or "." in key:
-                raise _unsavable(f"the optimizer's state of {name!r} has the key {key!r}.", name)
+                raise _unsavable(f"the optimizer's state of {name!r} has the unsupported key {key!r}.", name)
             if not _is_elementwise(value, param) and not _fits_json(value):
                 shape = f", shape {tuple(value.shape)}," if isinstance(value, torch.Tensor) else ""
                 what = f"the optimizer's state {key!r} of {name!r}, a {type(value).__name__}{shape}"
-                message = f"{what} is neither split as the parameter of shape {tuple(param.shape)} is nor one number."
+                message = f"{what} is neither a tensor of the parameter's shape {tuple(param.shape)} nor one number."
                 raise _unsavable(message, name)
     for index, group in enumerate(optimizer.param_groups):
         for key, value in group.items():
@@ -299,7 +297,7 @@ def check_state(state: Any) -> None:
     ):
         from_plain(value)
     if len(_want(state["rng"], list, "rng")) != state["world_size"]:
-        raise ValueError(f"it has {len(state['rng'])} random states of {state['world_size']} ranks")
+        raise ValueError(f"it has {len(state['rng'])} random states for {state['world_size']} ranks")
     for row in state["rng"]:
         _check_random_state(_want(row, dict, "rng"))
 

@@ -105,13 +105,16 @@ def _check_request(root: Path, extra: dict[str, Any], number: int, keep: int | N
     require_number("save", "step", number, at_least=0)
     if keep is not None:
         require_number("save", "keep", keep, at_least=1)
-    with disk_errors("save", f"{root} cannot be made"):
+    with disk_errors("save", f"{root} cannot be created"):
         root.mkdir(parents=True, exist_ok=True)
     try:
         json.dumps(extra)
     except (TypeError, ValueError) as error:
         raise fail(
-            "E408", "save", f"extra is not JSON: {error}.", fix="pass plain numbers, text and lists"
+            "E408",
+            "save",
+            f"extra cannot be written as JSON: {error}.",
+            fix="pass plain numbers, text and lists",
         ) from error
 
 

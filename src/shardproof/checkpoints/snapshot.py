@@ -125,7 +125,7 @@ class Snapshot:
     def check(self, ranges: Mapping[str, LocalShard]) -> None:
         """Raise E408 if these are not the tensors of the call."""
         if (self._policy.version, self._policy.num_updates) != self._counters:
-            message = f"the model went on to version {self._policy.version} while version {self._counters[0]} was copied."
+            message = f"the model changed to version {self._policy.version} while version {self._counters[0]} was being copied."
             raise fail(
                 "E408",
                 "save",
@@ -134,7 +134,7 @@ class Snapshot:
             )
         for name, before, after in zip(self._names, self._sample, _sampled(ranges), strict=True):
             if not torch.equal(before, after):
-                message = f"{name!r} was changed while version {self._counters[0]} was copied."
+                message = f"{name!r} was changed while version {self._counters[0]} was being copied."
                 fix = "call policy.before_change() before you write weights yourself"
                 raise fail("E408", "save", message, tensor=name, fix=fix)
 

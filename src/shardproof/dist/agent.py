@@ -98,7 +98,7 @@ class SignedBackend(RendezvousBackend):
     def _checked(self, signed: bytes) -> bytes:
         signature, state = signed[:_SIGNATURE_BYTES], signed[_SIGNATURE_BYTES:]
         if not hmac.compare_digest(signature, self._sign(state)):
-            raise RendezvousStateError("somebody who does not know --rdzv-id wrote to the rendezvous")
+            raise RendezvousStateError("a message at the rendezvous was not signed with this run's --rdzv-id")
         return state
 
 

@@ -45,7 +45,7 @@ def deadline(
 ) -> Iterator[None]:
     """No collective in the block waits longer than `seconds`; a lost or late peer becomes one clear error.
 
-    The error says which rank was in which call at which line, and which gave no answer. Without `groups` the deadline
+    The error says which rank was in which call at which line, and which did not answer. Without `groups` the deadline
     is that of the default group. It also holds for the exchanges of this package, whatever group they go through.
     """
     assert dist.group.WORLD is not None
@@ -67,7 +67,7 @@ def deadline(
             raise
         waited = time.monotonic() - started
         first_line = str(error).strip().splitlines()[0][:200]
-        message = f"another rank was lost or did not answer within {seconds:g} s ({waited:.1f} s into it)"
+        message = f"another rank was lost or did not answer within {seconds:g} s ({waited:.1f} s after the call began)"
         where = "" if watch is None else f": {stacks.summarise(watch.report(error), watch.world_size)}"
         raise fail(
             code, stage, f"{message}{where}. The backend says: {first_line}", rank=dist.get_rank()

@@ -202,10 +202,10 @@ def _results(agent: Agent, handler: RendezvousHandler) -> dict[int, Any]:
 
 def _rendezvous_error(error: Exception, started: bool) -> ShardproofError:
     """The error for nodes that could not connect, or lost their connection."""
-    message = f"the nodes {'lost each other' if started else 'did not meet'}: {printable(error)}"
+    message = f"the nodes {'lost their connection' if started else 'could not connect'}: {printable(error)}"
     if started:
-        return fail("T308", "launch", message, fix="look at the other nodes' logs; the same command goes on")
-    fix = "see that every node reaches --rdzv-endpoint, and that --rdzv-id is the same on all of them"
+        return fail("T308", "launch", message, fix="read the other nodes' logs, then rerun the same command")
+    fix = "make sure that every node can reach --rdzv-endpoint and has the same --rdzv-id"
     return fail("C002", "launch", message, fix=fix)
 
 
@@ -226,14 +226,14 @@ def _rendezvous(
     from shardproof.dist.agent import several_nodes
 
     if endpoint is None:
-        message = "several nodes need --rdzv-endpoint, a port that one of them opens."
+        message = "a run on several nodes needs --rdzv-endpoint, the address of one of them."
         raise fail("C001", "launch", message, fix="pass --rdzv-endpoint HOST:PORT on every node")
     if secret is None or len(secret) < _MIN_SECRET:
-        message = f"several nodes need --rdzv-id, a secret of at least {_MIN_SECRET} characters."
+        message = f"a run on several nodes needs --rdzv-id, a secret of at least {_MIN_SECRET} characters."
         fix = "make one with `openssl rand -hex 16`, and pass it on every node, or as SHARDPROOF_RDZV_ID"
         raise fail("C001", "launch", message, fix=fix)
     logger.warning(
-        "this node listens to others beyond loopback: keep their network private; see docs/multi-node.md"
+        "this node accepts connections from other machines: use a private network; see docs/multi-node.md"
     )
     try:
         return several_nodes(min_nodes, max_nodes, endpoint, secret)

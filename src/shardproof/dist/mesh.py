@@ -38,7 +38,9 @@ def check_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """`mesh` if it is one we can shard over: all ranks, one shard axis, at most one replicate axis before it."""
     if mesh.size() != dist.get_world_size():
         raise fail(
-            "C002", "mesh", f"the mesh has {mesh.size()} ranks, the process group {dist.get_world_size()}."
+            "C002",
+            "mesh",
+            f"the mesh has {mesh.size()} ranks, but the process group has {dist.get_world_size()}.",
         )
     names = mesh.mesh_dim_names or ()
     if mesh.ndim > 2 or (mesh.ndim == 2 and tuple(names) != (REPLICATE, SHARD)):

@@ -101,11 +101,11 @@ def _check(descriptor: int, address: RegionAddress) -> None:
         or status.st_nlink
         or not stat.S_ISREG(status.st_mode)
     ):
-        raise NotOurs(f"{address.path} is another file here")
+        raise NotOurs(f"{address.path} is a different file on this host")
     if status.st_uid != os.geteuid():
         raise NotOurs(f"{address.path} belongs to another user")
     if status.st_size != address.num_bytes:
-        raise NotOurs(f"{address.path} has {status.st_size} bytes, {address.num_bytes} were announced")
+        raise NotOurs(f"{address.path} has {status.st_size} bytes, {address.num_bytes} were expected")
 
 
 def _reason(error: OSError) -> str:

@@ -45,5 +45,5 @@ def check_seen(folder: Path, written: Iterable[tuple[int, str, int]], stage: str
             found = None
         if found != size:
             seen = "does not see it" if found is None else f"sees {found} bytes"
-            message = f"it wrote {name} with {size} bytes, and rank 0 {seen}."
+            message = f"it wrote {name} with {size} bytes, but rank 0 {seen}."
             raise fail("E408", stage, message, rank=rank, fix="save into a folder that all hosts share")

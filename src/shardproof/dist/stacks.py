@@ -133,7 +133,10 @@ class _Watch(threading.Thread):
     def _warn(self) -> None:
         # NCCL ends the process at its timeout, before an error could be raised.
         if "nccl" in str(dist.get_backend_config(self.group)):
-            logger.warning("a collective does not end: %s", summarise(self._answers, self.world_size))
+            logger.warning(
+                "a collective has not finished and is close to its timeout: %s",
+                summarise(self._answers, self.world_size),
+            )
 
     def report(self, error: BaseException) -> dict[int, str]:
         """{rank: where it is, or was before connections were lost}; ranks that do not answer are left out."""
@@ -242,7 +245,7 @@ def summarise(answers: dict[int, str], world_size: int) -> str:
     parts = [f"{_ranks(ranks)} in {place}" for place, ranks in by_place.items()]
     silent = [rank for rank in range(world_size) if rank not in answers]
     if silent:
-        parts.append(f"{_ranks(silent)} gave no answer: its process is gone, or stuck outside Python")
+        parts.append(f"{_ranks(silent)} did not answer: its process has died or is stuck outside Python")
     return "; ".join(parts)
 
 

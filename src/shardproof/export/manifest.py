@@ -36,11 +36,11 @@ class Manifest:
         for name, tensor in received:
             meta = wanted.pop(name, None)
             if meta is None:
-                problem = "is not in the manifest, or came twice"
+                problem = "is not in the manifest, or arrived twice"
             elif (tensor.dtype, tuple(tensor.shape)) != (meta.dtype, meta.shape):
-                problem = f"is {tensor.dtype} {tuple(tensor.shape)}, sent was {meta.dtype} {meta.shape}"
+                problem = f"is {tensor.dtype} {tuple(tensor.shape)}, expected {meta.dtype} {meta.shape}"
             elif name in self.digests and digest(tensor.contiguous()) != self.digests[name]:
-                problem = "holds other bytes than were sent"
+                problem = "differs from what was sent"
             else:
                 continue
             findings.append(Finding("E404", "verify", f"{name!r} at {receiver} {problem}.", tensor=name))

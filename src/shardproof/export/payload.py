@@ -157,7 +157,7 @@ def _moved(policy: ShardedModel) -> list[Finding]:
     for name, param in policy.named_parameters():
         if param.device.type != expected.type:
             message = (
-                f"{name!r} is on {param.device}, it was loaded to {expected}; module.to(...) moved it, and FSDP's own "
+                f"{name!r} is on {param.device} but was loaded to {expected}: module.to(...) moved it, and FSDP's "
                 "bookkeeping did not follow."
             )
             return [Finding("E401", "export", message, rank=dist.get_rank(), tensor=name)]
@@ -181,6 +181,6 @@ def check_entries(entries: Sequence[ExportEntry]) -> None:
     for entry in entries:
         for name in entry.boxes:
             if name in seen:
-                message = f"{name!r} would be made from {seen[name]} and from {entry.sources}."
+                message = f"{name!r} would be exported twice: from {seen[name]} and from {entry.sources}."
                 raise error_for([Finding("E404", "export", message, tensor=name)])
             seen[name] = entry.sources

@@ -52,7 +52,9 @@ def verify_pretrained(folder: str | os.PathLike[str], digest: str | None = None)
     if manifest.total != total:
         findings.append(_finding(f"{RECEIPT_NAME} is damaged: its tensors do not add up to its own digest."))
     if digest is not None and (len(digest) < 16 or not manifest.total.startswith(digest.lower())):
-        message = f"{RECEIPT_NAME} is of another model: its digest is {manifest.total}, expected {digest}."
+        message = (
+            f"{RECEIPT_NAME} belongs to another model: its digest is {manifest.total}, expected {digest}."
+        )
         findings.append(_finding(message))
     return findings + manifest.compare(_tensors(place), str(place))
 

@@ -50,7 +50,9 @@ def packed_attention(
     """
     if packing is None:
         raise fail(
-            "T303", "attention", f"{type(module).__name__} does not pass its keywords on to attention."
+            "T303",
+            "attention",
+            f"{type(module).__name__} does not pass keyword arguments on to its attention.",
         )
     _refuse_unknown(module, attention_mask, is_causal, dropout, others)
     exchange = packing.exchange
@@ -89,7 +91,7 @@ def _refuse_unknown(
         unknown.append(f"dropout={dropout}")
     if unknown:
         message = (
-            f"{type(module).__name__} asks for {', '.join(unknown)}, which packed attention does not have."
+            f"{type(module).__name__} asks for {', '.join(unknown)}, which packed attention does not support."
         )
         raise fail("T303", "attention", message)
 

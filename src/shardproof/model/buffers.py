@@ -48,7 +48,7 @@ def compute_buffers(model: PreTrainedModel) -> dict[str, str]:
     left = [name for name in unwritten if name not in rebuilt or _looks_unwritten(rebuilt[name])]
     if left:
         raise error_for(
-            [Finding("S204", "buffers", f"nothing writes the buffer {n!r}.", tensor=n) for n in left]
+            [Finding("S204", "buffers", f"nothing initialises the buffer {n!r}.", tensor=n) for n in left]
         )
     return writers
 

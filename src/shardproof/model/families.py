@@ -61,9 +61,9 @@ def why_not_packed(config: PretrainedConfig) -> str | None:
     if layer_types & _STATE_SPACE or any(getattr(text, name, None) for name in _STATE_SPACE_FIELDS):
         return "its layers carry state from token to token"
     if getattr(text, "attention_chunk_size", None) or "chunked_attention" in layer_types:
-        return "its attention is limited to chunks"
+        return "its attention is restricted to chunks"
     if any((getattr(text, name, None) or 0.0) > 0.0 for name in _ATTENTION_DROPOUT):
-        return "its attention has dropout, which packed attention does not"
+        return "its attention uses dropout, which packed attention does not support"
     if rope_types(config) & MOVING_ROPE:
         return "its rotary embedding depends on the longest position in the batch"
     return None
@@ -83,7 +83,12 @@ def check_sequence_parallel(config: PretrainedConfig, size: int, shard_size: int
     stage = "settings"
     if size < 1 or shard_size % size:
         message = f"sequence_parallel={size} does not divide the shard axis of {shard_size} ranks."
-        raise fail("C001", stage, message, fix=f"use a number that divides {shard_size}, or other ranks")
+        raise fail(
+            "C001",
+            stage,
+            message,
+            fix=f"use a number that divides {shard_size}, or change the number of ranks",
+        )
     heads = num_attention_heads(config)
     if not heads or heads % size:
         message = f"sequence_parallel={size} does not divide the {heads} attention heads."

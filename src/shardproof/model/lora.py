@@ -59,7 +59,7 @@ def inject_lora(model: PreTrainedModel, config: Any) -> None:
     for name, module in model.named_modules():
         # peft also gets here through target_modules="all-linear" on models whose experts are fused parameters.
         if type(module).__name__ == "ParamWrapper":
-            message = f"target_modules={config.target_modules!r} adapts the fused parameters of {name!r}."
+            message = f"target_modules={config.target_modules!r} would adapt the fused parameters of {name!r}, which is not supported."
             raise fail(
                 "L113", "lora", message, tensor=name, fix="name linear layers, such as q_proj and v_proj"
             )

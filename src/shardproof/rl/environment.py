@@ -43,7 +43,7 @@ def make_conversation(
     try:
         environment = make()
     except (Exception, SystemExit) as error:  # the user's code
-        message = f"environment {settings.name!r} cannot be made: {describe_error(error)}"
+        message = f"environment {settings.name!r} cannot be created: {describe_error(error)}"
         raise fail("C001", "rollout", message, fix="let it be made without arguments") from error
     if not callable(getattr(environment, "reply", None)):
         message = f"environment {settings.name!r} makes {type(environment).__name__}, which has no reply(row, turns)."

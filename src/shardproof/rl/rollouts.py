@@ -115,7 +115,7 @@ def _check_usable(trajectories: Sequence[Trajectory], version: int, max_lag: int
     for trajectory in trajectories:
         drawn = trajectory.version
         if drawn is None or not version - max_lag <= drawn <= version:
-            message = f"completions come from version [{drawn}], the policy is {version}, the lag allowed is {max_lag}."
+            message = f"completions come from weights of version {drawn}, but the policy is at version {version} and the allowed lag is {max_lag}."
             findings.append(Finding("R501", "rollout", message))
             break
     for number, trajectory in enumerate(trajectories):

@@ -36,7 +36,7 @@ def capture(
             rewind()
         before.wait_stream(stream)
         if waits:
-            logger.warning("decoding without CUDA graphs: the host waits for a step of this model")
+            logger.warning("decoding without CUDA graphs: this model synchronises with the host in each step")
             return None
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):

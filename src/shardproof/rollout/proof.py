@@ -78,9 +78,11 @@ def _judge(distances: list[torch.Tensor], worth: float, has_experts: bool) -> st
     mean = largest(float(each.mean()) for each in distances)
     worst = largest(float(each.max()) for each in distances)
     if not within(mean, largest(((_MEAN_OF_EXPERTS if has_experts else _MEAN) * worth, _ROUNDING))):
-        return f"their log-probs differ by {mean:.3g} on average, where the context is worth {worth:.3g}"
+        return (
+            f"their log-probs differ by {mean:.3g} on average; without the context they change by {worth:.3g}"
+        )
     if not has_experts and not within(worst, largest((_WORST * worth, 4 * _ROUNDING))):
-        return f"their log-probs differ by {worst:.3g} in a row, where the context is worth {worth:.3g}"
+        return f"their log-probs differ by {worst:.3g} in one row; without the context they change by {worth:.3g}"
     return None
 
 
@@ -159,8 +161,8 @@ def compare_draws(
     for number in range(_STEPS):
         replay()
         if not draws_rightly(progress, number, logits):
-            return "they draw other tokens"
+            return "they sample different tokens"
         logits.copy_(logits.roll(1, 0))
     done = torch.isin(progress.tokens, progress.stops).any(0)
     moved = torch.equal(progress.positions, last_positions + _STEPS) and int(progress.step) == _STEPS
-    return None if moved and torch.equal(progress.done, done) else "they lose count of rows or steps"
+    return None if moved and torch.equal(progress.done, done) else "they miscount rows or steps"

@@ -73,7 +73,7 @@ class BatchEngine(ABC):
         """Raise if the engine has given up its memory."""
         if self.asleep:
             fix = "call wake, then load_weights"
-            raise fail("R501", stage, "the engine is asleep: it has neither memory nor weights.", fix=fix)
+            raise fail("R501", stage, "the engine is asleep: its weights and memory were freed.", fix=fix)
 
     def check_idle(self, stage: str) -> None:
         """Raise if requests are unanswered."""

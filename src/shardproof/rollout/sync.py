@@ -113,17 +113,20 @@ class Delivery:
         moved = distance(said, self.said)
         if within(moved, self.tolerance * _REPEATS):
             return
-        who = "somebody replaced its weights after the sync"
+        who = "its weights were replaced after the sync"
         if self.said_at_start is not None and within(
             distance(said, self.said_at_start), self.tolerance * _REPEATS
         ):
-            who = "it samples from the weights it was started with again: reload_weights was called after the sync"
+            who = "it is back at the weights it was started with: reload_weights was called after the sync"
         assert self.committed is not None
         version = self.committed.version
         self._mark(f"{self.label(self.committed)}/replaced", Deadline(seconds))  # so that it is brought again
         message = f"the server's log-probs of the canary moved by {moved:.3g} since version {version} was committed; {who}."
         raise fail(
-            "R503", "generate", message, fix="do not call reload_weights or update_weights beside the run"
+            "R503",
+            "generate",
+            message,
+            fix="do not call reload_weights or update_weights while the run uses the server",
         )
 
     def label(self, payload: Delivered) -> str:
@@ -218,7 +221,9 @@ class Delivery:
             self._bring(old, seconds)
         except (Unreachable, Refused, ShardproofError) as error:
             first = str(_finding(error).message).splitlines()[0]
-            return f"version {old.version} could not be brought back either ({first}); it will be before the next request."
+            return (
+                f"version {old.version} could not be restored either ({first}); the next request tries again."
+            )
         return f"the server is back at version {old.version}."
 
     # What the phases ask of the server.
@@ -272,7 +277,7 @@ class Delivery:
                 )
                 raise fail("R502", "sync", message, tensor=tensor)
             if report["version"] != payload.version:
-                message = f"worker {worker} of {self.server.client.url} took version {report['version']}, sent was {payload.version}."
+                message = f"worker {worker} of {self.server.client.url} loaded version {report['version']}, expected {payload.version}."
                 raise fail("R502", "sync", message)
         slowest: dict[str, float] = {}
         for report in reports:
@@ -289,7 +294,7 @@ class Delivery:
                 else "they do not hold the same weights"
             )
             message = (
-                f"engine and trainer differ by {gap:.3g} in their log-probs of the canary, allowed is {self.tolerance:g}: "
+                f"engine and trainer log-probs of the canary differ by {gap:.3g}, the tolerance is {self.tolerance:g}: "
                 f"{what}, although every byte arrived."
             )
             raise fail("R503", "sync", message)
@@ -298,7 +303,7 @@ class Delivery:
             return
         moved = distance(payload.expected, old.expected)
         if said == self.said and not within(moved, self.tolerance * _REPEATS):
-            message = f"the trainer's log-probs of the canary moved by {moved:.3g}, the engine's not at all: it still has version {old.version}."
+            message = f"the trainer's log-probs of the canary moved by {moved:.3g}, the engine's did not: it still has version {old.version}."
             raise fail("R503", "sync", message)
 
 
@@ -346,5 +351,5 @@ def _finding(error: Exception) -> Finding:
     if isinstance(error, ShardproofError):
         return error.findings[0]
     if isinstance(error, Refused):
-        return Finding("R505", "sync", f"the server refused: {error}.")
-    return Finding("R505", "sync", f"the server is gone or late: {error}.")
+        return Finding("R505", "sync", f"the server refused a request: {error}.")
+    return Finding("R505", "sync", f"the server stopped or did not answer in time: {error}.")

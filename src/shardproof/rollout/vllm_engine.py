@@ -119,7 +119,7 @@ class VllmEngine(BatchEngine):
         """
         self.check_awake("load_weights")
         if stream.policy is not self.policy:
-            raise fail("C001", "rollout", "the stream is of another policy than the engine was made for.")
+            raise fail("C001", "rollout", "the stream belongs to another policy than the engine.")
         if self.settings.transport != "shared" and not self._adapter:
             return self._send_by_vllm(stream)
         started = time.perf_counter()
@@ -220,7 +220,9 @@ class VllmEngine(BatchEngine):
             self.delivery.check_unchanged(limit.left)
             version = self.delivery.version_between(limit)
         except Unreachable as error:
-            raise fail("R505", "generate", f"the server is gone or late: {error}.") from error
+            raise fail(
+                "R505", "generate", f"the server stopped or did not answer in time: {error}."
+            ) from error
         except Refused as error:
             raise fail("R506", "generate", f"the server refused a request: {error}.") from error
         return [self._read(reply, sampling, version) for reply in replies]
@@ -289,7 +291,7 @@ def check_one_host() -> None:
     apart = ranks_apart()
     if apart:
         message = (
-            f"rollout.vllm.transport='shared' needs every rank on rank 0's host, and ranks {apart} "
+            f"rollout.vllm.transport='shared' needs every rank on rank 0's host, but ranks {apart} "
             "share no memory with rank 0."
         )
         fix = "train on one host, or set rollout.engine=embedded, which needs no shared memory"

@@ -133,7 +133,7 @@ def _judge(account: _Account) -> str | None:
         said.append(
             f"{num_twice} of its {total} elements were written more than once, from {_first(twice, edges)}"
         )
-    return f"was not written once everywhere: {'; '.join(said)}" if said else None
+    return f"was not written exactly once: {'; '.join(said)}" if said else None
 
 
 def _count_cells(

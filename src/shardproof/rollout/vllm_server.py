@@ -67,7 +67,7 @@ def check_settings(settings: VllmSettings) -> None:
         message = f"rollout.vllm.url is for mode='server', not for mode={settings.mode!r}."
         raise fail("C001", "rollout", message, fix="set rollout.vllm.mode to server, or remove the url")
     if settings.url is not None and urlsplit(settings.url).scheme not in ("http", "https", "unix"):
-        message = f"rollout.vllm.url={settings.url!r} begins with neither http:// nor unix:."
+        message = f"rollout.vllm.url={settings.url!r} must begin with http:// or unix:."
         raise fail(
             "C001", "rollout", message, fix="write it like http://127.0.0.1:8000 or unix:/run/vllm.sock"
         )
@@ -86,7 +86,9 @@ def check_settings(settings: VllmSettings) -> None:
         stacklevel=2,
     )
     if settings.url is not None and settings.transport == "shared":
-        message = f"rollout.vllm.url={settings.url!r} is another host; shared memory ends at this one."
+        message = (
+            f"rollout.vllm.url={settings.url!r} is on another host, which cannot share memory with this one."
+        )
         raise fail(
             "C001",
             "rollout",
@@ -99,14 +101,14 @@ def check_sleep(settings: VllmSettings, device: str, adapter: bool) -> None:
     """Raise if a server with these settings cannot give up its memory, or not get back what it had."""
     problem, fix = None, "set rollout.sleep=false"
     if settings.url is not None:
-        problem = f"the server at {settings.url!r} is not this run's to put to sleep"
-        fix = (
-            "remove rollout.vllm.url, so that the run starts a server of its own, or set rollout.sleep=false"
+        problem = (
+            f"the server at {settings.url!r} was not started by this run, so the run cannot put it to sleep"
         )
+        fix = "remove rollout.vllm.url, so that the run starts its own server, or set rollout.sleep=false"
     elif device == "cpu":
-        problem = "vLLM does not sleep on CPU"
+        problem = "vLLM's sleep mode needs a GPU"
     elif adapter:
-        problem = "vLLM loses the base in its sleep, and a sync brings the adapter alone"
+        problem = "vLLM drops the base model when it sleeps, and a sync sends only the adapter"
         fix = "set rollout.vllm.lora=merge, or rollout.sleep=false"
     if problem is not None:
         raise fail("C001", "rollout", f"rollout.sleep: {problem}.", fix=fix)
@@ -158,12 +160,12 @@ class VllmServer:
                 deadline = Deadline(self.settings.start_timeout_s)
             if deadline.over:
                 tail = f" It wrote:\n{self.log_tail()}" if self.is_ours else ""
-                message = f"no vLLM server answers at {self.client.url} within {deadline.seconds:g} s.{tail}"
+                message = f"no vLLM server answered at {self.client.url} within {deadline.seconds:g} s.{tail}"
                 raise fail("R505", "rollout", message)
             now = time.monotonic()
             if now - reported >= _REPORT_EVERY_S:
                 reported = now
-                logger.info("waiting for the vLLM server since %.0f s ...", now - began)
+                logger.info("still waiting for the vLLM server after %.0f s ...", now - began)
             time.sleep(0.1)
 
     def _start(self) -> None:

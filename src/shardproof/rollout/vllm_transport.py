@@ -167,11 +167,11 @@ def _compare(
         expected = wanted.pop(name, None)
         dtype = str(tensor.dtype).removeprefix("torch.")
         if expected is None:
-            problem = "is not in the manifest, or came twice"
+            problem = "is not in the manifest, or arrived twice"
         elif (dtype, tuple(tensor.shape)) != expected[:2]:
-            problem = f"arrived as {dtype} {tuple(tensor.shape)}, sent was {expected[0]} {expected[1]}"
+            problem = f"arrived as {dtype} {tuple(tensor.shape)}, expected {expected[0]} {expected[1]}"
         elif expected[2] is not None and numbers[name] != expected[2]:
-            problem = "arrived with other bytes than were sent"
+            problem = "differs from what was sent"
         else:
             continue
         problems.append((name, problem))

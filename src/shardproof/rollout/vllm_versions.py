@@ -50,7 +50,7 @@ def check_senders(transport: str) -> None:
     version = installed_version()
     if version is not None and not interface_of(version).senders:
         first = ".".join(map(str, _SENDERS))
-        message = f"rollout.vllm.transport={transport!r} needs vLLM {first} or later, installed is {version}."
+        message = f"rollout.vllm.transport={transport!r} needs vLLM {first} or later; version {version} is installed."
         raise fail("R506", "rollout", message, fix="use rollout.vllm.transport=shared")
 
 

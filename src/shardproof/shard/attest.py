@@ -186,7 +186,7 @@ def check_values(held: list[Held], rank: int, *, written: bool) -> list[Finding]
             if total == 0 and not written and not item.local.any():
                 zeros.append(item)
     if sum(item.local.numel() for item in zeros) * 2 > weights > 0:
-        message = f"{len(zeros)} weights are all zero, {zeros[0].name!r} first: placeholders that were never filled."
+        message = f"{len(zeros)} weights are all zero, the first is {zeros[0].name!r}: placeholders that were never filled."
         findings.append(Finding("S206", _STAGE, message, rank=rank, tensor=zeros[0].name))
     return findings
 
@@ -297,7 +297,9 @@ def check_optimizer(module: nn.Module, optimizer: torch.optim.Optimizer | None, 
     findings = []
     left_out = [name for param, name in params.items() if param.requires_grad and param not in grouped]
     if left_out:
-        message = f"{len(left_out)} trainable parameters are in no optimizer group, {left_out[0]!r} first."
+        message = (
+            f"{len(left_out)} trainable parameters are in no optimizer group; the first is {left_out[0]!r}."
+        )
         findings.append(Finding("S211", _STAGE, message, rank=rank, tensor=left_out[0]))
     orphans = [param for param in grouped if param not in params]
     if orphans:
@@ -344,7 +346,9 @@ def _fingerprint(item: Held, world_size: int) -> list[int]:
 def _compare_tensor(item: Held, ranks: torch.Tensor) -> list[Finding]:
     kinds = _groups({rank: tuple(row[:2].tolist()) for rank, row in enumerate(ranks)})
     if len(kinds) > 1:
-        message = f"{item.name!r} has another dtype or shape on ranks {kinds[1]} than on ranks {kinds[0]}."
+        message = (
+            f"{item.name!r} has a different dtype or shape on ranks {kinds[1]} than on ranks {kinds[0]}."
+        )
         return [Finding("S208", _STAGE, message, rank=kinds[-1][0], tensor=item.name)]
     findings = []
     for index in sorted({int(row[2]) for row in ranks}):
@@ -353,7 +357,7 @@ def _compare_tensor(item: Held, ranks: torch.Tensor) -> list[Finding]:
         }
         groups = _groups(holders)
         if len(groups) > 1:
-            message = f"{item.name!r} holds other bytes on ranks {groups[1]} than on ranks {groups[0]}."
+            message = f"{item.name!r} holds different bytes on ranks {groups[1]} than on ranks {groups[0]}."
             findings.append(Finding("S207", _STAGE, message, rank=groups[-1][0], tensor=item.name))
     return findings
 
@@ -374,6 +378,6 @@ def _compare_names(names: list[str]) -> list[Finding]:
         missing = [name for name in per_rank[0] if name not in set(others)]
         extra = [name for name in others if name not in set(per_rank[0])]
         if missing or extra:
-            message = f"compared with rank 0 it lacks {missing[:3]} and has {extra[:3]} besides."
+            message = f"compared with rank 0, it lacks {missing[:3]} and has the extra tensors {extra[:3]}."
             findings.append(Finding("S213", _STAGE, message, rank=rank, tensor=(missing + extra)[0]))
     return findings

@@ -50,7 +50,7 @@ class Ledger:
                 continue
             code = "S201"
             if wrong is None:
-                message = f"{name!r} has no named writer."
+                message = f"{name!r} was written, but no source was recorded for it."
             else:
                 first = wrong.position[0] if len(wrong.position) == 1 else wrong.position
                 what = "not written"

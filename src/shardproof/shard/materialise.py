@@ -101,7 +101,7 @@ def materialise(
 
 def _check_shape(shard: LocalShard, value: torch.Tensor) -> None:
     if tuple(value.shape) != shard.shape:
-        message = f"{shard.name!r} converts to {tuple(value.shape)}, the model has {shard.shape}."
+        message = f"{shard.name!r} has the shape {tuple(value.shape)} after conversion, the model expects {shard.shape}."
         raise fail("L106", "materialise", message, tensor=shard.name)
 
 

@@ -52,7 +52,7 @@ def plan_shards(
         adapted = next((name for name in info.names if ".base_layer." in name), None)
         if len(info.names) > 1 and adapted is not None:
             message = f"an adapter on {adapted!r} would leave {info.names} tied in the base weights and untied in the adapted model."
-            raise fail("L113", "plan", message, tensor=adapted, fix="adapt neither end of a tie")
+            raise fail("L113", "plan", message, tensor=adapted, fix="do not put adapters on tied weights")
         sources = [name for name in info.base_names if name in found] if not info.is_adapter else []
         if not sources:
             to_initialise.append(info)
@@ -68,7 +68,10 @@ def plan_shards(
         for info in to_initialise:
             if info.name not in specs:
                 raise fail(
-                    "L115", "plan", f"{info.name!r} has no value and no initialisation.", tensor=info.name
+                    "L115",
+                    "plan",
+                    f"{info.name!r} has neither a value in a checkpoint nor an initialisation in the model.",
+                    tensor=info.name,
                 )
             origins[info.name] = specs[info.name]
             writers[info.name] = Writer("init", f"{specs[info.name]}, seed {seed}")

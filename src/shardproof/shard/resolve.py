@@ -68,7 +68,7 @@ def resolve_together(
     presence = exchange([socket.gethostname(), folder is not None])
     with together("source"):  # ranks may name different folders, and must raise the same error
         if not any(has_files for _, has_files in presence):
-            message = f"no rank finds {str(source)!r}: not a folder, nor in the hub or its cache."
+            message = f"no rank can find {str(source)!r}: it is neither a folder nor a model on the hub or in its cache."
             raise fail("L101", "source", message)
     servers = choose_servers(presence)
     here: ResolvedSource | None = None

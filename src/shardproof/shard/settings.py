@@ -98,7 +98,7 @@ class LoadSettings:
             raise fail("C001", "settings", message, fix="use strategy='fsdp2', or leave compile out")
         if self.strategy == FSDP1 and self.reshard_after_forward is False:
             message = (
-                "strategy='fsdp1' with reshard_after_forward=False: without a backward pass FSDP1 would go on with "
+                "strategy='fsdp1' with reshard_after_forward=False: without a backward pass FSDP1 would keep using "
                 "parameters gathered before an update."
             )
             raise fail("C001", "settings", message, fix="use strategy='fsdp2', or leave it out")
@@ -113,7 +113,7 @@ class LoadSettings:
         mesh = check_mesh(self.mesh) if self.mesh is not None else make_mesh(device_type=self.device.type)
         if mesh.device_type != self.device.type:
             raise fail(
-                "C002", "settings", f"the mesh is of {mesh.device_type} devices, device={self.device}."
+                "C002", "settings", f"the mesh is on {mesh.device_type} devices, but device={self.device}."
             )
         return replace(self, mesh=mesh)
 

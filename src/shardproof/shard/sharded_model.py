@@ -149,7 +149,7 @@ class ShardedModel:
             note = "cpu_offload=True: parameters are in host memory already, and FSDP places them"
             return OffloadReceipt(0, note)
         if self.device.type == "cpu":
-            return OffloadReceipt(0, "the policy lives on the CPU: there is no device memory to give back")
+            return OffloadReceipt(0, "the policy lives on the CPU: there is no device memory to free")
         tensors = [param.detach() for param in self.parameters()]
         if optimizer is not None:
             tensors += optimizer_tensors(optimizer)

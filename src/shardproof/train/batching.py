@@ -28,7 +28,7 @@ class Batch:
         for index, sequence in enumerate(self.sequences):
             if len(sequence) < 2:
                 raise fail(
-                    "C004", "batch", f"sequence {index} has {len(sequence)} tokens; a prediction needs two."
+                    "C004", "batch", f"sequence {index} has {len(sequence)} tokens; it needs at least two."
                 )
         self.columns: dict[str, TokenColumn] = {
             name: self._token_column(name, values) for name, values in columns.items() if values is not None
@@ -118,7 +118,7 @@ def check_same_in_group(facts: Sequence[Mapping[str, Any]], share: int) -> None:
     for rank, row in enumerate(facts):
         first = rank - rank % share
         if row["digest"] != facts[first]["digest"]:
-            message = f"it has other sequences than rank {first}, which is in its sequence-parallel group."
+            message = f"its sequences differ from those of rank {first}, which is in the same sequence-parallel group."
             fix = "pass the same sequences on the ranks of a group"
             raise fail("C004", "batch", message, rank=rank, fix=fix)
 
@@ -162,12 +162,14 @@ def check_batch(batch: Batch, *, vocabulary: int, max_length: int | None) -> Non
     """Raise for tokens outside the vocabulary and sequences longer than the model's positions."""
     for index, sequence in enumerate(batch.sequences):
         if max_length is not None and len(sequence) > max_length:
-            message = f"sequence {index} has {len(sequence)} tokens, the model has {max_length} positions."
+            message = (
+                f"sequence {index} has {len(sequence)} tokens, but the model has only {max_length} positions."
+            )
             raise fail("C004", "batch", message, rank=dist.get_rank(), fix="shorten the sequence")
         low, high = min(sequence), max(sequence)
         if low < 0 or high >= vocabulary:
             bad = low if low < 0 else high
-            message = f"sequence {index} holds token {bad}, the vocabulary has {vocabulary}."
+            message = f"sequence {index} holds token {bad}, but the vocabulary has {vocabulary} tokens."
             raise fail("C004", "batch", message, rank=dist.get_rank())
 
 

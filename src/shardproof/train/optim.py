@@ -148,11 +148,11 @@ def _make_user_optimizer(
             options = {"betas": betas} | options
         made = factory(groups, lr=lr, **options)
     except Exception as error:
-        message = f"optimizer {name!r} cannot be made: {describe_error(error)}"
-        fix = "let it take (groups, lr=..., and the options that you give)"
+        message = f"optimizer {name!r} cannot be created: {describe_error(error)}"
+        fix = "its constructor must accept (groups, lr=..., **options)"
         raise fail("C001", "optimizer", message, fix=fix) from error
     if not isinstance(made, torch.optim.Optimizer):
-        message = f"optimizer {name!r} gave a {type(made).__name__}, not a torch.optim.Optimizer."
+        message = f"optimizer {name!r} returned a {type(made).__name__}, not a torch.optim.Optimizer."
         raise fail("C001", "optimizer", message, fix="return a torch.optim.Optimizer")
     return made
 

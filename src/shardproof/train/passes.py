@@ -98,7 +98,7 @@ def locate(
     )
     if tensor is None:
         return replace(
-            verdict, reason="a gradient was not finite, and was when the batch was run again"
+            verdict, reason="a gradient was not finite, but was finite when the batch was run again"
         ), None
     return replace(verdict, rank=rank, micro_batch=micro_batch), tensor
 

@@ -92,7 +92,7 @@ def prepare(
     scoring = scoring_of(policy)
     parts = [part for part, _ in spread(batch, message.rows, one_by_one=not scoring.packed)]
     if policy.strategy == FSDP1 and policy.settings.cpu_offload and len(parts) > 1:
-        text = f"strategy='fsdp1' with cpu_offload=True cannot add up {len(parts)} micro-batches."
+        text = f"strategy='fsdp1' with cpu_offload=True cannot accumulate gradients over {len(parts)} micro-batches."
         raise fail("C001", "train_step", text, fix="raise micro_batch_tokens, or use strategy='fsdp2'")
     recompute = _plan_recompute(policy, parts, optimizer, scoring, every_token=bool(settings.router_coef))
     num_tokens = sum(row["counted"] for row in message.rows) // share
@@ -116,11 +116,7 @@ def _check_request(policy: ShardedModel, batch: Batch, loss: Loss, router_coef: 
             f"router_coef={router_coef} is for a policy; a critic's router is not balanced.",
         )
     if router_coef and not hasattr(config.get_text_config(), "router_aux_loss_coef"):
-        why = (
-            "has no router"
-            if num_experts(config) is None
-            else "balances its router by other means than a loss"
-        )
+        why = "has no router" if num_experts(config) is None else "balances its router without a loss"
         raise fail("C001", "train_step", f"router_coef={router_coef}: {config.model_type!r} {why}.")
     missing = [name for name in loss.columns if name not in batch.columns]
     if missing and len(batch):

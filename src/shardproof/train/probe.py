@@ -88,7 +88,7 @@ class Yardstick:
         distance = (found - self.truth).abs().float()
         mean, worst = float(distance.mean()), float(distance.max())
         if not within(mean, self.largest_mean):
-            return f"it differs by {mean:.3g} on average, where borders matter by {self.at_stake:.3g}"
+            return f"it differs by {mean:.3g} on average; mixing sequences would change it by {self.at_stake:.3g}"
         if self.dtype == torch.float32:
             limit = _WORST
         else:
@@ -105,4 +105,4 @@ class Yardstick:
         share = _ERROR if self.has_experts else _LEAK
         if within(change, share * largest((self.at_stake, _ROUNDING[self.dtype]))):
             return None
-        return f"a sequence's scores change by {change:.3g} with another sequence"
+        return f"a sequence's scores change by {change:.3g} when another sequence is replaced"

@@ -78,7 +78,9 @@ def _ways(policy: ShardedModel, refused: str | None) -> tuple[Scoring, list[Scor
         and can_chunk(policy.model.get_output_embeddings())
     )
     # Eager attention is each family's own definition; SDPA leaves out what it does not know, such as soft caps.
-    own = Scoring("eager", False, refused or "only the model's own head and eager attention agree with it")
+    own = Scoring(
+        "eager", False, refused or "only eager attention and the model's own head give the right scores"
+    )
     candidates = [
         Scoring(None, chunked, refused or "packed attention differs from the model's own"),
         Scoring("eager", chunked, refused or "the attention it was loaded with differs from the model's own"),

@@ -248,7 +248,7 @@ class _Converter:
             names = list(_run(converter, first_target, meta, self._model))
         except RuntimeError as error:
             counts = {p: dict(Counter(tuple(t.shape) for t in tensors)) for p, tensors in meta.items()}
-            message = f"{first_target!r} cannot be made through {operations} from {{shape: count}} {counts}: {error}"
+            message = f"{first_target!r} cannot be converted with {operations} from {{shape: count}} {counts}: {error}"
             raise fail("L106", "map", message, tensor=first_target) from error
         for name in names:
             self._result.whole[name] = WholeConversion(converter, first_target, name, frozen, dtype)

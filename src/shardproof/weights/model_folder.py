@@ -76,18 +76,18 @@ class ModelFolder:
         weights = [path for path in entries if _is_weights(path)]
         for path in weights:
             if (not self.adapter_only or path.name == ADAPTER_NAME) and not is_ours(path):
-                raise self._refused(f"holds {path.name}, which no save of this package wrote")
+                raise self._refused(f"holds {path.name}, which shardproof did not write")
         for path in entries:
             if path.is_dir() and not path.is_symlink() and not self.adapter_only:
-                raise self._refused(f"holds the folder {path.name}, which is no part of a model")
+                raise self._refused(f"holds the folder {path.name}, which is not part of a model")
         mine = [ADAPTER_NAME] if self.adapter_only else [path.name for path in weights]
         is_ours_already = any((self.target / name).exists() for name in mine)
         clashes = sorted(path.name for path in entries if path.name in written and not _is_weights(path))
         if clashes and not is_ours_already:
-            raise self._refused(f"holds {clashes[0]}, which no save of this package wrote")
+            raise self._refused(f"holds {clashes[0]}, which shardproof did not write")
 
     def _refused(self, why: str) -> ShardproofError:
-        return fail("E408", STAGE, f"{self.target} {why}.", fix="save into a folder of its own")
+        return fail("E408", STAGE, f"{self.target} {why}.", fix="save into a new or empty folder")
 
     def begin(self) -> None:
         """Make the hidden folder, and remove those that interrupted saves left. Rank 0 only."""

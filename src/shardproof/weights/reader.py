@@ -187,7 +187,7 @@ def list_files(folder: Path) -> list[str]:
     missing = [file for file in files if not os.path.exists(folder / file)]
     if missing:
         listed = ", ".join(map(_short, missing[:8])) + (" and more" if len(missing) > 8 else "")
-        raise fail("L102", "read", f"{INDEX_NAME} names {listed}, which {folder} does not have.")
+        raise fail("L102", "read", f"{INDEX_NAME} names {listed}, which {folder} does not contain.")
     return files
 
 
@@ -246,7 +246,7 @@ def _check_types(rows: list[tuple[Any, ...]]) -> None:
     if {len(row) for row in rows} - {5}:
         raise ValueError("an entry's data_offsets are not two")
     if len(rows) > _MAX_TENSORS:
-        raise ValueError(f"it has {len(rows)} tensors, allowed are {_MAX_TENSORS}")
+        raise ValueError(f"it has {len(rows)} tensors; the limit is {_MAX_TENSORS}")
     if max([len(row[0]) for row in rows], default=0) > _MAX_NAME:
         raise ValueError(f"a name is longer than {_MAX_NAME} characters")
     if max([len(row[2]) for row in rows], default=0) > _MAX_DIMS:

@@ -103,7 +103,7 @@ def read_config(folder: Path, trust_remote_code: bool, name: str = CONFIG_NAME) 
         )
     kernels = None if trust_remote_code else _find_kernels(raw)
     if kernels is not None:
-        raise fail("L108", "source", f"{name} asks for kernels of the hub: {kernels}.")
+        raise fail("L108", "source", f"{name} asks for kernels from the hub: {kernels}.")
     # A model's own code is looked for beside the config, which transformers finds by the folder alone.
     where = folder if trust_remote_code and name == CONFIG_NAME else path
     try:
@@ -162,7 +162,9 @@ def _check_raw(raw: Any, name: str) -> None:
         elif isinstance(value, int):
             limit = _MAX_COUNT if _COUNTED.search(key) else _MAX_INTEGER
             if abs(value) > limit:
-                raise fail("L103", "source", f"{name}: {key}={str(value)[:40]} is beyond {limit}.")
+                raise fail(
+                    "L103", "source", f"{name}: {key}={str(value)[:40]} is above the limit of {limit}."
+                )
 
 
 def _find_kernels(raw: Any) -> str | None:

@@ -84,7 +84,9 @@ def test_a_killed_server_costs_a_sync_and_never_a_version(models):
     assert first == second
     assert first["between"] and first["after during"] and first["after before"]
     for name in ("during", "before"):
-        assert first[name].startswith("R505 sync: rank 0: the server is gone or late"), first[name]
+        assert first[name].startswith("R505 sync: rank 0: the server stopped or did not answer in time"), (
+            first[name]
+        )
         assert "Version 1 was not committed; the server is back at version 0." in first[name]
     assert first["gap"] < 1e-4
     assert first["versions"] == {1}
@@ -134,7 +136,7 @@ def test_experts_are_right_after_every_sync_and_vllm_alone_would_not_be(models):
     for rank, found in enumerate(run_ranks(2, experts, models["moe"], timeout=STARTS)):
         assert max(found["gaps"]) < 1e-4
         assert max(found["worsts"]) < 1e-4
-        assert "R503 sync: rank 0: engine and trainer differ by" in found["message"]
+        assert "R503 sync: rank 0: engine and trainer log-probs of the canary differ by" in found["message"]
         assert "the server is back at version 2" in found["message"]
         assert found["versions"] == {2}
         # A loader that writes one expert twice and another never: vLLM's own count is satisfied.
@@ -195,7 +197,7 @@ def test_an_adapter_is_really_served(models):
     assert max(first["gaps"]) < 0.2
     assert first["versions"] == {3}
     assert first["restarted"]
-    assert "R503 sync: rank 0: engine and trainer differ by" in first["message"]
+    assert "R503 sync: rank 0: engine and trainer log-probs of the canary differ by" in first["message"]
     assert "the adapter is not applied" in first["message"]
     assert "the server is back at version 3" in first["message"]
     assert first["after"]
@@ -231,7 +233,7 @@ def test_a_server_does_not_outlive_its_trainer(models):
     ("settings", "message"),
     [
         ({"url": "http://127.0.0.1:8000"}, "rollout.vllm.url is for mode='server'"),
-        ({"mode": "server", "url": "127.0.0.1:8000"}, "neither http:// nor unix:"),
+        ({"mode": "server", "url": "127.0.0.1:8000"}, "must begin with http:// or unix:"),
         ({"mode": "server", "host": "0.0.0.0"}, "can be reached from other machines"),
         ({"mode": "server", "url": "http://example.com:80"}, "can be reached from other machines"),
     ],

@@ -20,7 +20,7 @@ from shardproof.rollout.vllm_transport import expected_writes
 pytestmark = pytest.mark.vllm
 
 EXPERTS, ROWS, WIDTH = 4, 6, 8
-ONCE = "was not written once everywhere"
+ONCE = "was not written exactly once"
 
 
 class Experts(torch.nn.Module):

@@ -87,7 +87,10 @@ def refuse_old(recipe: str) -> str:
 
 @pytest.mark.parametrize(
     ("lag", "expected"),
-    [(0, "R501 rollout: completions come from version [-1], the policy is 0"), (1, "trained")],
+    [
+        (0, "R501 rollout: completions come from weights of version -1, but the policy is at version 0"),
+        (1, "trained"),
+    ],
 )
 def test_completions_that_are_too_old_are_refused(tmp_path, lag, expected):
     overrides = [*SETTINGS, "train.steps=1", f"rollout.max_version_lag={lag}", f"output.folder={tmp_path}"]

@@ -228,12 +228,12 @@ _SPOILERS = {
         ("drop", "R502 sync: 'model.layers.1.mlp.up_proj.weight' did not arrive"),
         (
             "forget",
-            "R502 sync: 'model.layers.1.self_attn.qkv_proj.weight' was not written once everywhere: 4096 of",
+            "R502 sync: 'model.layers.1.self_attn.qkv_proj.weight' was not written exactly once: 4096 of",
         ),
         ("file", "R502 sync: the payload: '/etc/hostname' is not the address of shared memory"),
-        ("flip", "R502 sync: 'model.layers.0.mlp.gate_proj.weight' arrived with other bytes"),
-        ("head", "R503 sync: engine and trainer differ by"),
-        ("nothing", "R503 sync: engine and trainer differ by"),
+        ("flip", "R502 sync: 'model.layers.0.mlp.gate_proj.weight' differs from what was sent"),
+        ("head", "R503 sync: engine and trainer log-probs of the canary differ by"),
+        ("nothing", "R503 sync: engine and trainer log-probs of the canary differ by"),
     ],
 )
 def test_a_bad_sync_is_named_and_leaves_the_old_version(models, url, spoil, expected):
@@ -313,8 +313,8 @@ def test_a_slow_server_ends_a_sync_at_its_deadline_on_every_rank(models, shared_
         for pid in workers:
             os.kill(pid, signal.SIGCONT)
     assert first[0] == second[0]
-    assert "R505 sync: rank 0: the server is gone or late: no answer from" in first[0]
-    assert "version 0 could not be brought back either" in first[0]
+    assert "R505 sync: rank 0: the server stopped or did not answer in time: no answer from" in first[0]
+    assert "version 0 could not be restored either" in first[0]
     assert 4.0 <= first[1] < 15.0
     # Let go, it is brought to the committed version before it gets a request.
     assert first[2] == second[2] == [0]
@@ -329,5 +329,5 @@ def unreachable(folder: str, url: str) -> tuple[str, float]:
 def test_a_server_that_is_not_there_is_named_within_the_deadline(models):
     (first, second) = run_ranks(2, unreachable, models["tied"], "http://127.0.0.1:9")
     assert first[0] == second[0]
-    assert "R505 rollout: rank 0: no vLLM server answers at http://127.0.0.1:9 within 2 s" in first[0]
+    assert "R505 rollout: rank 0: no vLLM server answered at http://127.0.0.1:9 within 2 s" in first[0]
     assert first[1] < 10.0
