@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections import Counter
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from shardproof.errors import fail
+from shardproof.report.ledger import alerts_of
 from shardproof.rl import handover
 from tests.ranks import run_ranks
 from tests.rl.runs import lines, run_recipe, small_recipe
@@ -78,23 +81,29 @@ def test_a_hand_over_that_fails_is_red_and_the_run_has_its_page(tmp_path):
     *_, failed = proofs_of(tmp_path)
     assert (failed["proof"], failed["passed"], failed["step"]) == ("sync", False, 1)
     assert [finding["code"] for finding in failed["findings"]] == ["R503"]
+    assert (failed["details"]["gap"], failed["details"]["version"]) == (0.25, 1) and failed["details"][
+        "digest"
+    ]
     assert facts_of(tmp_path)["status"] == "failed"
     findings = [event["text"] for event in lines(tmp_path / "events.jsonl") if event["kind"] == "finding"]
     assert len(findings) == 1 and findings[0].startswith("R503")
     assert "R503" in (tmp_path / "report.html").read_text()
 
 
+def damaged_model(source: str, folder: Path) -> str:
+    """A copy of a model whose weights are cut short."""
+    folder.mkdir()
+    for path in Path(source).iterdir():
+        content = path.read_bytes()
+        (folder / path.name).write_bytes(content[:-100] if path.suffix == ".safetensors" else content)
+    return str(folder)
+
+
 @pytest.mark.fault
 def test_a_model_that_cannot_be_loaded_is_red_too(tmp_path):
     recipe = small_recipe(tmp_path / "run")
-    source = json.loads(recipe)["model"]["path"]
-    broken = tmp_path / "model"
-    broken.mkdir()
-    for path in Path(source).iterdir():
-        content = path.read_bytes()
-        (broken / path.name).write_bytes(content[:-100] if path.suffix == ".safetensors" else content)
     changed = json.loads(recipe)
-    changed["model"]["path"] = str(broken)
+    changed["model"]["path"] = damaged_model(changed["model"]["path"], tmp_path / "model")
     outcomes = run_ranks(2, caught, json.dumps(changed))
     assert outcomes[0] == outcomes[1] and outcomes[0].startswith("L103")
     (failed,) = proofs_of(tmp_path / "run")
@@ -107,3 +116,77 @@ def caught(recipe: str) -> str:
     except Exception as error:
         return str(error)
     return "nothing was raised"
+
+
+def run_with(module: str, name: str, error: str, recipe: str) -> str:
+    """A run in which a function of a module raises on every rank."""
+    place = importlib.import_module(module)
+    right = getattr(place, name)
+
+    def wrong(*arguments: Any, **settings: Any) -> None:
+        raise fail(error, "test", "broken here.") if error[1:].isdigit() else OSError(28, error)
+
+    setattr(place, name, wrong)
+    try:
+        return caught(recipe)
+    finally:
+        setattr(place, name, right)
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize(
+    "name, error, proof",
+    [
+        ("save_checkpoint", "E408", "checkpoint"),
+        ("save_checkpoint", "No space left on device", "checkpoint"),
+        ("save_pretrained", "E404", "export"),
+        ("save_pretrained", "No space left on device", "export"),
+    ],
+)
+def test_what_could_not_be_written_is_red(tmp_path, name, error, proof):
+    """An error of the disk or of a library is no proof either, although it has no finding."""
+    recipe = small_recipe(tmp_path, "train.steps=1")
+    (said,) = run_ranks(1, run_with, "shardproof.rl.folder", name, error, recipe)
+    assert error in said
+    proofs = proofs_of(tmp_path)
+    *_, failed = proofs
+    assert (failed["proof"], failed["passed"]) == (proof, False) and error in failed["text"]
+    assert all(each["passed"] for each in proofs[:-1]) and facts_of(tmp_path)["status"] == "failed"
+
+
+@pytest.mark.fault
+def test_a_damaged_checkpoint_is_a_red_resume_that_is_named_once(tmp_path):
+    overrides = ["output.save_every=1", "output.save_model=false"]
+    run_ranks(2, run_recipe, small_recipe(tmp_path, "train.steps=2", *overrides))
+    damaged = next((tmp_path / "checkpoints" / "step-00000002").glob("*.bin"))
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
+    first, second = run_ranks(2, caught, small_recipe(tmp_path, "train.steps=3", *overrides))
+    assert first == second and "--from STEP; there are steps 1" in first
+    *_, failed = proofs_of(tmp_path)
+    assert (failed["proof"], failed["passed"], failed["text"]) == ("resume", False, first)
+    alerts = alerts_of(lines(tmp_path / "events.jsonl"))
+    assert [(alert["kind"], alert["num"]) for alert in alerts] == [("failed", 1)]
+
+
+@pytest.mark.fault
+def test_an_engine_that_cannot_be_made_is_no_failed_load(tmp_path):
+    """The loads before it were proved, and stay so."""
+    recipe = small_recipe(tmp_path, "algorithm.kl_coef=0.01")
+    said = run_ranks(2, run_with, "shardproof.rl.setup", "make_engine", "R501", recipe)
+    assert all(each.startswith("R501") for each in said)
+    proofs = proofs_of(tmp_path)
+    assert Counter((each["proof"], each["role"], each["passed"]) for each in proofs) == {
+        ("load", "policy", True): 2,
+        ("load", "reference", True): 2,
+    }
+
+
+@pytest.mark.fault
+def test_a_load_that_fails_is_red_under_its_role(tmp_path):
+    recipe = json.loads(small_recipe(tmp_path / "run", "algorithm.name=ppo"))
+    recipe["critic"] = {"path": damaged_model(recipe["model"]["path"], tmp_path / "model")}
+    outcomes = run_ranks(2, caught, json.dumps(recipe))
+    assert outcomes[0] == outcomes[1] and outcomes[0].startswith("L103")
+    *passed, failed = proofs_of(tmp_path / "run")
+    assert [(each["role"], each["passed"]) for each in passed] == [("policy", True)] * 2
+    assert (failed["proof"], failed["role"], failed["passed"]) == ("load", "critic", False)

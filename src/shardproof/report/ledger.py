@@ -60,11 +60,11 @@ def alerts_of(events: Sequence[Record]) -> list[dict[str, Any]]:
     """What a reader must see first: failed proofs, findings, reward errors and skipped steps, the worst first."""
     failed = [event for event in events if event.get("kind") == "proof" and event.get("passed") is not True]
     alerts = [_alert("failed", "bad", "Failed proofs", failed)] if failed else []
-    named = {(step_of(event), str(event.get("text"))) for event in failed}
+    named = "\n".join(str(event.get("text")) for event in failed)
     for kind, (tone, title) in ALERTS.items():
         found = [event for event in events if event.get("kind") == kind]
         # A failed proof that ended the run is also a finding, in the same words.
-        found = [event for event in found if (step_of(event), str(event.get("text"))) not in named]
+        found = [event for event in found if str(event.get("text")) not in named]
         if found:
             alerts.append(_alert(kind, tone, title, found))
     return alerts

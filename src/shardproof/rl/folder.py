@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -97,9 +98,7 @@ class RunFolder:
             write_facts(self.path, self._facts, "running", self.step)
         except OSError as error:
             message = f"{self.path} cannot be written: {error.strerror or error}."
-            raise fail(
-                "C007", "output", message, fix="use an output.folder that this user may write"
-            ) from error
+            raise fail("C007", "output", message, fix="use an output.folder that you can write to") from error
 
     def check_content(self, prompts: Sequence[Prompt], held_out: Sequence[Prompt]) -> None:
         """Raise if data or models hold other things than when the run was begun. Only rank 0 looks."""
@@ -171,7 +170,7 @@ class RunFolder:
         Collective: every rank.
         """
         if self._lock is not None and self._lock.is_lost():
-            self._keep(f"{self.path} was removed, moved or replaced while the run was at work in it")
+            self._keep(f"{self.path} was removed, moved or replaced while the run was using it")
         rows = exchange([number, self.problem])
         problem = next((text for _, text in rows if text is not None), None)
         if problem is not None:
@@ -223,8 +222,14 @@ def _described(error: BaseException | None) -> list[str]:
 
 
 def _unwritten(problem: str) -> ShardproofError:
-    fix = "free space or repair the folder; the same command then goes on from the last checkpoint"
-    return fail("E408", "output", f"the run's lines could not be written: {problem}.", rank=0, fix=fix)
+    fix = "free space or repair the folder, then rerun the same command to resume from the last checkpoint"
+    return fail(
+        "E408",
+        "output",
+        f"the run's metrics, samples or events could not be written: {problem}.",
+        rank=0,
+        fix=fix,
+    )
 
 
 def resume_last(folder: RunFolder, policy: Trainer, critic: Trainer | None, stream: PromptStream) -> int:
@@ -240,16 +245,13 @@ def resume_last(folder: RunFolder, policy: Trainer, critic: Trainer | None, stre
         return 0
     which = "latest" if chosen is None else checkpoint_name(chosen)
     logger.info("resuming from the checkpoint of step %d ...", folder.step)
-    try:
-        with proving(folder, folder.step, "resume") as proof:
-            extra = _resume(folder.path / CHECKPOINTS, policy, which)
+    with proving(folder, folder.step, "resume") as proof, _naming_older(found):
+        extra = _resume(folder.path / CHECKPOINTS, policy, which)
+        proof.text = f"resumed from step {extra['step']}"
+    if critic is not None:
+        with proving(folder, folder.step, "resume", "critic") as proof, _naming_older(found):
+            _resume(folder.path / CRITIC, critic, checkpoint_name(extra["step"]))
             proof.text = f"resumed from step {extra['step']}"
-        if critic is not None:
-            with proving(folder, folder.step, "resume", "critic") as proof:
-                _resume(folder.path / CRITIC, critic, checkpoint_name(extra["step"]))
-                proof.text = f"resumed from step {extra['step']}"
-    except ShardproofError as error:
-        raise _with_older(error, found) from error
     stream.position = extra["position"]
     return int(extra["step"])
 
@@ -258,13 +260,17 @@ def _resume(folder: Path, trained: Trainer, which: str) -> dict[str, Any]:
     return resume(folder, trained.model, trained.optimizer, trained.scheduler, which, keep_settings=True)
 
 
-def _with_older(error: ShardproofError, steps: Sequence[int]) -> ShardproofError:
-    """The error of a damaged checkpoint, with the older ones that can be taken instead."""
-    older = ", ".join(map(str, reversed(steps[:-1])))
-    fix = f"take an older checkpoint with --from STEP; there are steps {older}" if older else None
-    if fix is None or error.code not in _DAMAGED:
-        return error
-    return error_for([replace(finding, fix=fix) for finding in error.findings])
+@contextmanager
+def _naming_older(steps: Sequence[int]) -> Iterator[None]:
+    """Name the older checkpoints that can be taken instead of one that is damaged."""
+    try:
+        yield
+    except ShardproofError as error:
+        older = ", ".join(map(str, reversed(steps[:-1])))
+        if not older or error.code not in _DAMAGED:
+            raise
+        fix = f"take an older checkpoint with --from STEP; there are steps {older}"
+        raise error_for([replace(finding, fix=fix) for finding in error.findings]) from error
 
 
 def save(folder: RunFolder, policy: Trainer, critic: Trainer | None, stream: PromptStream, step: int) -> None:

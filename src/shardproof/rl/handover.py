@@ -11,6 +11,7 @@ from shardproof.dist.collectives import exchange
 from shardproof.errors import fail
 from shardproof.export.manifest import ExportReceipt
 from shardproof.export.stream import WeightStream
+from shardproof.rl.proofs import Proof
 from shardproof.rollout.engine import Engine, Request, Sampling, generate
 from shardproof.shard.sharded_model import ShardedModel
 from shardproof.train.score import logprobs
@@ -19,11 +20,16 @@ _CANARY_TOKENS = 8
 
 
 def hand_over(
-    engine: Engine, weights: WeightStream, canary: Request, sampling: Sampling, tolerance: float
-) -> tuple[dict[str, float], ExportReceipt]:
-    """Send the weights to the engine, and prove on a canary that it samples from them: (metrics, the receipt).
+    engine: Engine,
+    weights: WeightStream,
+    canary: Request,
+    sampling: Sampling,
+    tolerance: float,
+    proof: Proof,
+) -> dict[str, float]:
+    """Send the weights to the engine, and prove on a canary that it samples from them; returns the metrics.
 
-    Collective: every rank.
+    `proof` takes the receipt, and the canary's gap whether it is allowed or not. Collective: every rank.
     """
     started = time.perf_counter()
     receipt = engine.load_weights(weights)
@@ -34,10 +40,14 @@ def hand_over(
     gap = engine.canary_gap
     if gap is None:
         gap = canary_gap(engine, weights.policy, canary, sampling)
+    proof.take(receipt)
+    proof.details["gap"] = gap
     if not within(gap, tolerance):
-        message = f"their log-probs of the canary differ by {gap:.3g}, allowed is {tolerance:g}."
+        message = (
+            f"engine and trainer log-probs of the canary differ by {gap:.3g}, the tolerance is {tolerance:g}."
+        )
         raise fail("R503", "sync", f"after version {weights.policy.version} {message}")
-    return {"time/sync": synced - started, "canary/gap": gap}, receipt
+    return {"time/sync": synced - started, "canary/gap": gap}
 
 
 def canary_gap(engine: Engine, policy: ShardedModel, canary: Request, sampling: Sampling) -> float:

@@ -17,7 +17,7 @@ from shardproof.rl.experience import Experience, collect
 from shardproof.rl.folder import RunFolder, resume_last, save, save_model
 from shardproof.rl.handover import hand_over
 from shardproof.rl.loggers import Logger
-from shardproof.rl.proofs import note_loads, proving
+from shardproof.rl.proofs import proving
 from shardproof.rl.same_run import Resume
 from shardproof.rl.samples import write_samples
 from shardproof.rl.setup import Run, set_up
@@ -56,14 +56,7 @@ def train(recipe: Recipe, loggers: Sequence[Logger] = (), resume: Resume | None 
 
 def _run(recipe: Recipe, folder: RunFolder, loggers: Sequence[Logger]) -> dict[str, float]:
     with StopFlag() as stop:
-        with proving(folder, folder.step, "load"):
-            run = set_up(recipe)
-        models = {
-            "policy": run.policy.model,
-            "reference": run.scorers.reference,
-            "critic": run.scorers.critic,
-        }
-        note_loads(folder, folder.step, models)
+        run = set_up(recipe, folder, folder.step)
         gc.freeze()  # what exists now stays; garbage collection need not scan it in every step
         try:
             return _train(run, folder, stop, loggers)
@@ -182,10 +175,8 @@ def _sync(run: Run, step: int, folder: RunFolder) -> dict[str, float]:
     request = Request(Trajectory.of_prompt(run.prompts[0].tokens), run.recipe.train.seed)
     tolerance = run.recipe.canary_tolerance
     with proving(folder, step, "sync", tolerance=tolerance) as proof:
-        metrics, receipt = hand_over(run.sampler.engine, run.weights, request, run.sampling, tolerance)
-        proof.take(receipt)
-        proof.details["gap"] = metrics["canary/gap"]
-    for finding in receipt.findings:
+        metrics = hand_over(run.sampler.engine, run.weights, request, run.sampling, tolerance, proof)
+    for finding in proof.findings:
         folder.note(step, "finding", str(finding))
         logger.warning("%s", finding)
     return metrics | version

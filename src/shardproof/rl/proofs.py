@@ -6,7 +6,7 @@ One line of `events.jsonl` per proof; the report shows them at its top.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
@@ -43,6 +43,11 @@ class Proof:
     text: str = ""  # empty until there is an outcome
     details: dict[str, Any] = field(default_factory=dict)
     findings: Sequence[Finding] = ()
+    broke: bool = False  # the block raised
+
+    @property
+    def passed(self) -> bool:
+        return not self.broke and not self.findings
 
     def take(self, receipt: ExportReceipt) -> None:
         """Keep what an export's receipt says."""
@@ -61,50 +66,51 @@ def proving(ledger: Ledger, step: int, proof: str, role: str = "policy", **detai
     started, made = time.perf_counter(), Proof(details=details)
     try:
         yield made
-    except ConfigError:
-        raise  # what the user asked for cannot be done; nothing was proved or refuted
+    except ConfigError:  # what the user asked for cannot be done; nothing was proved or refuted
+        made.text = ""
+        raise
     except ShardproofError as error:
-        made.text, made.findings = str(error), error.findings
+        made.text, made.findings, made.broke = str(error), error.findings, True
+        raise
+    except Exception as error:  # of a library, or of the user's code
+        made.text, made.findings, made.broke = f"{type(error).__name__}: {error}", (), True
+        raise
+    except BaseException:  # the process ends
+        made.text = ""
         raise
     finally:
         if made.text:
-            seconds = time.perf_counter() - started
-            _write(ledger, step, proof, role, made.text, seconds, made.findings, made.details)
+            _write(ledger, step, proof, role, made, time.perf_counter() - started)
 
 
-def note_loads(ledger: Ledger, step: int, models: Mapping[str, ShardedModel | None]) -> None:
-    """Note what every rank loaded, role by role. Collective: every rank."""
-    mine = {role: _load_of(model) for role, model in models.items() if model is not None}
-    rows = exchange(mine)
-    for role in mine:
-        for rank, row in enumerate(rows):
-            text, seconds, details = row[role]
-            _write(ledger, step, "load", role, text, seconds, (), details, rank=rank)
+def proved_load(
+    ledger: Ledger | None, step: int, role: str, load: Callable[[], ShardedModel]
+) -> ShardedModel:
+    """The model that `load` returns, with a line for what each rank loaded. Collective: every rank."""
+    if ledger is None:
+        return load()
+    with proving(ledger, step, "load", role):
+        model = load()
+    for rank, (text, seconds, details) in enumerate(exchange(_load_of(model))):
+        _write(ledger, step, "load", role, Proof(text, details), seconds, rank=rank)
+    return model
 
 
 def _write(
-    ledger: Ledger,
-    step: int,
-    proof: str,
-    role: str,
-    text: str,
-    seconds: float,
-    findings: Sequence[Finding],
-    details: Mapping[str, Any],
-    **where: int,
+    ledger: Ledger, step: int, proof: str, role: str, made: Proof, seconds: float, **where: int
 ) -> None:
     ledger.note(
         step,
         PROOF,
-        text,
+        made.text,
         proof=proof,
         role=role,
         **where,
-        passed=not findings,
+        passed=made.passed,
         compared=COMPARED[proof],
         seconds=round(seconds, 4),
-        findings=[finding.to_json() for finding in findings],
-        details=dict(details),
+        findings=[finding.to_json() for finding in made.findings],
+        details=dict(made.details),
     )
 
 

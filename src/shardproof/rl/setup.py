@@ -27,6 +27,7 @@ from shardproof.rl.checks import check_inputs, make_lora
 from shardproof.rl.data import Prompt, PromptStream, Share
 from shardproof.rl.environment import Conversation, make_conversation
 from shardproof.rl.experience import Scorers
+from shardproof.rl.proofs import Ledger, proved_load
 from shardproof.rl.rewards import RewardRunner, RewardSpec
 from shardproof.rl.rollouts import Sampler
 from shardproof.rollout.engine import Engine, Sampling
@@ -59,8 +60,8 @@ class Run:
     share: Share  # of the prompts, that this rank takes
 
 
-def set_up(recipe: Recipe) -> Run:
-    """Load every model and part of a run. Collective: every rank."""
+def set_up(recipe: Recipe, ledger: Ledger | None = None, step: int = 0) -> Run:
+    """Load every model and part of a run; the ledger gets a line per load. Collective: every rank."""
     init_distributed()
     logger.info("reading the data ...")
     with together("data"):
@@ -69,13 +70,14 @@ def set_up(recipe: Recipe) -> Run:
         conversation = make_conversation(recipe.environment, inputs.tokenizer, max_positions(inputs.config))
     agree_on(recipe, inputs)
     logger.info("%d prompts to train on, %d held out", len(inputs.prompts), len(inputs.held_out))
-    policy = _load_role(recipe, None, "policy", inputs.config)
+    load_role = partial(_load_role, recipe, config=inputs.config, ledger=ledger, step=step)
+    policy = load_role(None, "policy")
     needs_reference = "ref_logps" in algorithm.columns and recipe.model.lora is None
-    reference = _load_role(recipe, recipe.reference, "reference", inputs.config) if needs_reference else None
+    reference = load_role(recipe.reference, "reference") if needs_reference else None
     critic = None
     if algorithm.spec.has_critic:
         section = recipe.critic or Role()
-        critic = _trainer(recipe, _load_role(recipe, section, "critic", inputs.config), section.lr)
+        critic = _trainer(recipe, load_role(section, "critic"), section.lr)
     # SFT samples for its evaluation alone, and a replica would have to be kept up to date for that.
     engine = (
         make_engine(recipe, policy)
@@ -178,17 +180,26 @@ def _users_engine(rollout: Rollout, policy: ShardedModel) -> Engine:
     engine: Engine = import_named("engine", rollout.engine)(policy, rollout)
     missing = [name for name in vars(Engine) if not name.startswith("_") and not hasattr(engine, name)]
     if missing:
-        message = f"engine {rollout.engine!r} has no {', '.join(missing)}."
+        message = f"engine {rollout.engine!r} lacks {', '.join(missing)}."
         raise fail("C001", "rollout", message, fix="see docs/extending.md")
     return engine
 
 
-def _load_role(recipe: Recipe, section: Role | None, role: str, config: PretrainedConfig) -> ShardedModel:
+def _load_role(
+    recipe: Recipe,
+    section: Role | None,
+    role: str,
+    *,
+    config: PretrainedConfig,
+    ledger: Ledger | None,
+    step: int,
+) -> ShardedModel:
     model, override = recipe.model, section or Role()
     source: str | RandomInit = override.path or model.path
     if model.random_init and override.path is None:
         source = RandomInit(config, recipe.train.seed)
-    return load(
+    make = partial(
+        load,
         source,
         role=role,
         strategy=override.strategy or model.strategy,
@@ -203,6 +214,7 @@ def _load_role(recipe: Recipe, section: Role | None, role: str, config: Pretrain
         trust_remote_code=model.trust_remote_code,
         compile=model.compile,
     )
+    return proved_load(ledger, step, role, make)
 
 
 def _trainer(recipe: Recipe, model: ShardedModel, lr: float | None) -> Trainer:
