@@ -6,6 +6,8 @@ python benchmarks/estimate_gpu.py [--shapes 0.6B 1.7B] [--tokens 8192]
 from __future__ import annotations
 
 import argparse
+import itertools
+import multiprocessing
 
 import torch
 from transformers import AutoConfig
@@ -29,17 +31,22 @@ def main() -> None:
     print(
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {arguments.tokens} tokens per micro-batch"
     )
-    for name in arguments.shapes:
-        for recomputed in (False, True):
-            compare(name, arguments.tokens, recomputed)
+    context = multiprocessing.get_context("spawn")
+    for name, recomputed, compiled in itertools.product(arguments.shapes, (False, True), (True, False)):
+        # A process each: what one case leaves in memory must not be counted in the next.
+        case = context.Process(target=compare, args=(name, arguments.tokens, recomputed, compiled))
+        case.start()
+        case.join()
 
 
-def compare(name: str, num_tokens: int, recomputed: bool) -> None:
+def compare(name: str, num_tokens: int, recomputed: bool, compiled: bool) -> None:
     """Print estimated and measured GiB of one shape."""
     config = AutoConfig.for_model("qwen3", **SHAPES[name], **COMMON)
     layout = Sharding(checkpoint_activations=recomputed, on_gpu=True)
     expected = estimate(shape_of(config, "policy"), layout, 1, num_tokens)
-    policy = sp.load(sp.RandomInit(config), device="cuda", checkpoint_activations=recomputed)
+    policy = sp.load(
+        sp.RandomInit(config), device="cuda", checkpoint_activations=recomputed, compile=compiled
+    )
     held = torch.cuda.memory_allocated()
     optimizer = sp.make_optimizer(policy)
     length = num_tokens // 8
@@ -48,14 +55,17 @@ def compare(name: str, num_tokens: int, recomputed: bool) -> None:
         torch.cuda.reset_peak_memory_stats()
         sp.train_step(policy, batch, optimizer, micro_batch_tokens=num_tokens)
     peak = torch.cuda.max_memory_allocated()
-    title = f"{name}, {'recomputed' if recomputed else 'kept'} activations"
+    blocks = "compiled blocks" if compiled else "blocks as written"
+    title = f"{name}, {'recomputed' if recomputed else 'kept'} activations, {blocks}"
     for part, estimated, measured in (
         ("weights", expected.parameters, held),
         ("step", expected.step_peak, peak),
     ):
-        print(f"{title}: {part} {estimated / GIB:.2f} GiB estimated, {measured / GIB:.2f} measured")
-    del policy, optimizer
-    torch.cuda.empty_cache()
+        print(
+            f"{title}: {part} {estimated / GIB:.2f} GiB estimated, {measured / GIB:.2f} measured, "
+            f"ratio {estimated / measured:.2f}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

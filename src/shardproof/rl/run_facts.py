@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardproof import __version__
 from shardproof.config.defaults import differences_from_defaults
 from shardproof.config.schema import Recipe
 from shardproof.files import write_atomic
@@ -31,7 +32,7 @@ _PACKAGES = ("torch", "transformers", "safetensors", "peft", "vllm", "numpy")
 def take_facts(recipe: Recipe) -> dict[str, Any]:
     """The facts of a run that starts now, as rank 0 sees them."""
     return {
-        "shardproof": _version("shardproof"),
+        "shardproof": __version__,
         "commit": _commit(),
         "command": _without_secrets(os.environ.get(COMMAND) or shlex.join(sys.argv)),
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
