@@ -105,7 +105,7 @@ def main() -> None:
         "--ranks", type=int, default=2, help="started here; under torchrun those that it started"
     )
     parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16"), default="float32", help="how shards are stored"
+        "--dtype", choices=("float32", "bfloat16"), default="float32", help="dtype that shards are stored in"
     )
     parser.add_argument("--strategy", choices=("fsdp2", "fsdp1"), default="fsdp2")
     parser.add_argument("--repeats", type=int, default=5)

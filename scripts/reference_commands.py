@@ -53,7 +53,11 @@ shardproof report runs/a runs/b --output comparison.html""",
     "verify": "shardproof verify runs/mine/model",
     "push": "shardproof push runs/mine --repo my-name/my-model",
 }
-_VERIFY = [("0", "every tensor is as it was saved"), _PLAIN[1], ("3", "a tensor differs; each is named")]
+_VERIFY = [
+    ("0", "every tensor is unchanged since it was saved"),
+    _PLAIN[1],
+    ("3", "a tensor differs; each is named"),
+]
 EXIT_CODES = {
     "train": _RUN,
     "demo": _RUN,
@@ -130,7 +134,7 @@ def _default(option: Any) -> str:
 def _meaning(option: Any) -> str:
     text = _text(option.help)
     if option.multiple and "repeat" not in text:
-        text += "; may be repeated"
+        text += "; can be repeated"
     return f"{text}; environment variable `{option.envvar}`" if option.envvar else text
 
 

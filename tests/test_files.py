@@ -19,6 +19,7 @@ from shardproof.files import (
     LOCK_NAME,
     FolderLock,
     append_line,
+    claim_is_dead,
     current_folder,
     replace_folder,
     write_atomic,
@@ -179,3 +180,32 @@ def test_a_terminal_is_not_told_what_to_do() -> None:
     )
     assert printable("naïve 漢字\n\tnext") == "naïve 漢字\n\tnext"
     assert printable("x" * 50, limit=10) == "x" * 10 + "..."
+
+
+@pytest.mark.fault
+def test_a_claim_is_dead_only_if_its_process_was_killed(tmp_path: Path) -> None:
+    assert not claim_is_dead(tmp_path)  # nobody ever claimed it
+    script = (
+        "import os, sys; from pathlib import Path; from shardproof.files import FolderLock, claim_is_dead\n"
+        "folder = Path(sys.argv[1]); lock = FolderLock(folder); lock.acquire('test')\n"
+        "assert not claim_is_dead(folder)\n"
+        "lock.release() if sys.argv[2] == 'release' else os.kill(os.getpid(), 9)"
+    )
+    for end, dead in (("release", False), ("kill", True), ("release", False)):
+        subprocess.run([sys.executable, "-c", script, str(tmp_path), end], check=not dead)
+        assert claim_is_dead(tmp_path) is dead
+    lock_file = tmp_path / LOCK_NAME
+    for holder in ("process 999999999 on host elsewhere since now", "process x on host y", "\udcff\0"):
+        lock_file.write_bytes(holder.encode("utf-8", "surrogateescape"))
+        assert not claim_is_dead(tmp_path)
+
+
+@pytest.mark.fault
+def test_a_claim_that_a_container_holds_is_alive(tmp_path: Path) -> None:
+    """Its process has a number that this one does not know; the lock says that it lives."""
+    lock = FolderLock(tmp_path)
+    lock.acquire("test")
+    text = (tmp_path / LOCK_NAME).read_text()
+    (tmp_path / LOCK_NAME).write_text(text.replace(str(os.getpid()), "999999999"))
+    assert not claim_is_dead(tmp_path)
+    lock.release()

@@ -10,7 +10,7 @@ from shardproof.findings import Finding
 
 
 class ShardproofError(Exception):
-    """Root of everything this package raises on purpose."""
+    """Base class of all errors that shardproof raises on purpose."""
 
     def __init__(self, findings: Sequence[Finding] | Finding):
         self.findings = [findings] if isinstance(findings, Finding) else list(findings)
@@ -25,27 +25,27 @@ class ShardproofError(Exception):
 
 
 class ConfigError(ShardproofError, ValueError):
-    """Bad user input: the offending key and the nearest valid one are in the message."""
+    """Invalid input: the message names the key and, where possible, the nearest valid value."""
 
 
 class Fault(ShardproofError, RuntimeError):
-    """A broken invariant. Every rank raises the same one."""
+    """A failed check or operation. Every rank raises the same error."""
 
 
 class LoadFault(Fault):
-    """The checkpoint cannot be loaded as asked (L1xx)."""
+    """A model cannot be loaded (L1xx)."""
 
 
 class ShardFault(Fault):
-    """What a rank holds is not what it should hold (S2xx)."""
+    """A rank's tensors are not what they should be (S2xx)."""
 
 
 class TrainFault(Fault):
-    """A step cannot be taken (T3xx)."""
+    """A training step or scoring failed (T3xx)."""
 
 
 class ExportFault(Fault):
-    """Weights or checkpoints cannot leave or come back as they are (E4xx)."""
+    """An export, a save or a resume failed (E4xx)."""
 
 
 class RolloutFault(Fault):

@@ -12,6 +12,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 import secrets
 import shutil
 import socket
@@ -117,6 +118,21 @@ def remove_folder(folder: Path) -> None:
     doomed = folder.with_name(f"{REMOVED}{folder.name.lstrip('.')}-{secrets.token_hex(4)}")
     os.rename(folder, doomed)
     shutil.rmtree(doomed, ignore_errors=True)
+
+
+def claim_is_dead(folder: Path) -> bool:
+    """Whether the last process that claimed a folder ended without giving it up; False where this host cannot tell."""
+    path = folder / LOCK_NAME
+    try:
+        holder = re.match(r"process (\d+) on host (.*) since ", path.read_text(errors="replace"))
+        if holder is None or holder[2] != socket.gethostname() or Path(f"/proc/{holder[1]}").exists():
+            return False
+        # In a container the process may have another number: whoever lives still holds the lock.
+        with path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:  # no file, or a lock that is held
+        return False
+    return True
 
 
 class FolderLock:

@@ -130,7 +130,7 @@ class Live(Terminal):
         self.pause()
         shown = Text(text)
         shown.highlight_regex(_LABEL, "bold")
-        self._console.print(shown)
+        self._console.print(shown, soft_wrap=True)  # commands and paths in it can be copied whole
 
     def pause(self) -> None:
         self._finish_ongoing()
@@ -148,7 +148,7 @@ class Live(Terminal):
     def _print(self, text: str, style: str = "") -> None:
         from rich.text import Text
 
-        self._console.print(Text(text, style=style))
+        self._console.print(Text(text, style=style), soft_wrap=True)
 
     def _finish_ongoing(self) -> None:
         if self._ongoing is not None:

@@ -31,7 +31,7 @@ def import_named(kind: str, name: str) -> Any:
         hint = did_you_mean(path, [key for key in vars(module) if not key.startswith("_")])
         message = f"{kind} {name!r}: {module_name!r} has no {path!r}.{hint}"
         raise fail(
-            "C001", kind, message, fix=f"name a built-in {kind}, or one of yours as module:name"
+            "C001", kind, message, fix=f"name a built-in {kind}, or your own as module:name"
         ) from error
 
 

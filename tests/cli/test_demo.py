@@ -112,7 +112,9 @@ def test_a_demo_replaces_only_what_a_demo_wrote(tmp_path):
     foreign = tmp_path / "mine"
     foreign.mkdir()
     (foreign / "thesis.txt").write_text("years of work")
-    with pytest.raises(ConfigError, match=r"C006 demo: .*mine holds files that no demo wrote[^$]*--output"):
+    with pytest.raises(
+        ConfigError, match=r"C006 demo: .*mine holds files that the demo did not write[^$]*--output"
+    ):
         prepare(foreign, None)
     assert [path.name for path in foreign.iterdir()] == ["thesis.txt"]
 

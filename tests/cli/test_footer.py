@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 
 import pytest
 
@@ -48,6 +49,8 @@ def test_a_finished_run_says_what_it_learned_where_the_time_went_and_what_is_nex
     assert times == f"Time:    1 min 44 s: {shares}, sync 2.0 s (2%), evaluation 2.0 s (2%)"
     assert report.endswith("report.html") and model == f"Model:   {tmp_path / 'model'}"
     assert "raise train.steps" in after
+    (tmp_path / "adapter").mkdir()
+    assert f"Adapter: {tmp_path / 'adapter'}" in footer(run, "finished")
 
 
 @pytest.mark.parametrize(
@@ -97,3 +100,10 @@ def test_a_complete_run_says_so_when_it_is_started_again(tmp_path):
     (folder / "model").rmdir()
     assert says(4) == "", "the model is still to be written"
     assert "complete" in says(4, "output.save_model=false")
+
+
+def test_a_killed_run_gets_its_page_from_the_launcher(run, tmp_path):
+    (tmp_path / "run.json").write_text(json.dumps({"status": "running", "step": 4}))
+    (tmp_path / ".lock").write_text(f"process 999999999 on host {socket.gethostname()} since 2026-01-01\n")
+    assert run.footer()[0].startswith("Failed after step 4")
+    assert '"status":"killed"' in (tmp_path / "report.html").read_text()

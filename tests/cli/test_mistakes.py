@@ -121,7 +121,11 @@ SETTINGS = {
         *("output.eval_every", "set data.evaluation"),
     ),
     "a model path that is not there": ("model.path=nowhere", "'nowhere'", "pass a folder or a hub id"),
-    "a file as the model": (f"model.path={TINY}", "tiny.toml' is not a folder", "pass a folder or a hub id"),
+    "a file as the model": (
+        f"model.path={TINY}",
+        "tiny.toml' is neither a folder",
+        "pass a folder or a hub id",
+    ),
     "a data file that is not there": (
         "data.train=nope.jsonl",
         "nope.jsonl does not exist",
@@ -147,9 +151,17 @@ SETTINGS = {
         *("rollout.max_new_tokens=9999 does not fit the model's", "lower rollout.max_new_tokens"),
     ),
     "copies that do not divide the ranks": ("model.replicate=3", "model.replicate=3", "divides the ranks"),
-    "a home folder that no shell replaced": ("output.folder=~/runs", "'~/runs'", "write the home folder out"),
-    "an empty output folder": ("output.folder=", "output.folder is empty", "name a folder"),
-    "an output folder inside the model": (f"output.folder={MODEL}/run", "model.path", "use an output.folder"),
+    "a home folder that no shell replaced": (
+        "output.folder=~/runs",
+        "'~/runs'",
+        "write the full path of your home folder",
+    ),
+    "an empty output folder": ("output.folder=", "output.folder is empty", "use a separate folder"),
+    "an output folder inside the model": (
+        f"output.folder={MODEL}/run",
+        "model.path",
+        "use a separate output.folder",
+    ),
     "vLLM open to the network": (
         "rollout.engine=vllm rollout.vllm.mode=server rollout.vllm.host=0.0.0.0",
         *("'0.0.0.0' can be reached from other machines", "use 127.0.0.1"),
@@ -257,7 +269,7 @@ FILES = {
     ),
     "a run that was begun with another setting": (
         lambda desk: (desk.run_of_three_steps(), "optimizer.lr=0.5")[1:],
-        *("was begun with other settings", "optimizer.lr", "--allow"),
+        *("was started with other settings", "optimizer.lr", "--allow"),
     ),
     "a step without a checkpoint": (
         lambda desk: (desk.run_of_three_steps(), "--from", "2")[1:],
@@ -333,11 +345,11 @@ MACHINES = {
     "no vLLM": (lacks("vllm", "rollout.engine=vllm"), "rollout.engine='vllm' needs", "shardproof[vllm]"),
     "several nodes without an endpoint": (
         lambda desk: ("--nnodes", "2"),
-        *("need --rdzv-endpoint", "pass --rdzv-endpoint HOST:PORT"),
+        *("needs --rdzv-endpoint", "pass --rdzv-endpoint HOST:PORT"),
     ),
     "several nodes without a secret": (
         lambda desk: ("--nnodes", "2", "--rdzv-endpoint", "here:29400"),
-        *("need --rdzv-id", "openssl rand"),
+        *("needs --rdzv-id", "openssl rand"),
     ),
 }
 
@@ -351,7 +363,7 @@ def test_a_machine_that_lacks_something(desk, mistake):
 def test_a_port_that_is_in_use(desk):
     settings = taken_port(desk)
     desk.patch.setattr(importlib.util, "find_spec", lambda *_: object())
-    assert_one_message(*desk.train(*settings), "cannot be had", "use another port, or 0 for a free one")
+    assert_one_message(*desk.train(*settings), "cannot be used", "use another port, or 0 for a free one")
 
 
 @pytest.mark.parametrize("package", ["pydantic", "typer", "rich"])

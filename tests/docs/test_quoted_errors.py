@@ -52,7 +52,7 @@ QUOTED = [
         "data.train={}/type.jsonl",
         "column 'question' holds int; expected a string, or a list of {role, content}",
     ),
-    ("own-data", "data.chat=true", "the prompt goes through a chat template, and the tokenizer has none"),
+    ("own-data", "data.chat=true", "the prompt needs a chat template, but the tokenizer has none"),
     ("own-data", "data.max_prompt_tokens=4", "the prompt has 5 tokens, more than data.max_prompt_tokens=4"),
     (
         "own-data",

@@ -252,7 +252,7 @@ def test_the_terminal_names_code_rank_and_fix(capsys):
         "Fix: recompute it",
         "bfloat16",
         "1 findings",
-        "refused by name",
+        "refused with an error",
     ):
         assert words in said
     print_matrix(make_report())
@@ -311,4 +311,4 @@ def test_usage_errors_have_an_exit_code_of_their_own(options):
 
 def test_the_sequence_length_is_the_one_that_was_run(folders):
     asked = replace(make_request(folders["llama"], ranks=1, reference=False), seq_len=1000)
-    assert report_of(asked).facts["sequence length"].startswith("128 of 1000 asked")
+    assert report_of(asked).facts["sequence length"].startswith("128 instead of 1000")

@@ -195,7 +195,7 @@ def test_the_command_takes_a_recipe(tmp_path):
         ((TINY, "model.pth=x"), "did you mean 'model.path'"),
         ((TINY, "--gpu-memory", 0), "--gpu-memory"),
         ((TINY, "model.replicate=3", "--ranks", 2), "model.replicate=3 does not divide the 2 ranks"),
-        (("nowhere", "train.steps=1"), "goes with a recipe"),
+        (("nowhere", "train.steps=1"), "changes a key of a recipe"),
     ],
 )
 def test_mistakes_in_the_command_are_named(arguments, words):

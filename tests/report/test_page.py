@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 from pathlib import Path
 
 import pytest
@@ -271,6 +272,29 @@ def test_how_the_run_ended(tab, tmp_path, status, shown):
     open_run(tab, folder)
     assert tab.text("header .status") == shown
     assert tab.count("#alerts .alert.bad") == (status == "failed")
+
+
+@pytest.mark.fault
+def test_a_killed_run_is_not_running(tab, tmp_path):
+    folder = make_run(tmp_path / "run")
+    (folder / "run.json").write_text(json.dumps(make_facts("running")))
+    (folder / ".lock").write_text(f"process 999999999 on host {socket.gethostname()} since 2026-01-01\n")
+    open_run(tab, folder)
+    assert tab.text("header .status") == "killed" and tab.count("progress") == 0
+    assert tab.text("#alerts .alert.bad").startswith("The run was killed")
+
+
+def test_what_failed_before_a_resume_stays_in_sight(tab, tmp_path):
+    """The ledger is green: the steps were taken again. What went wrong in them is still named."""
+    folder = make_run(tmp_path / "run")
+    add_events(folder, {"step": 3, "kind": "publish", "text": "the upload failed"})
+    text = "R503 sync: the log-probs differ"
+    earlier = [sync(9, passed=False, text=text), {"step": 8, "kind": "finding", "text": text}, sync(7)]
+    write_lines(folder / "events.superseded.jsonl", earlier)
+    open_run(tab, folder)
+    assert "failed" not in tab.text("#ledger h2")
+    titles = [f"{title}: 1" for title in ("Upload", "Failed in steps that were taken again")]
+    assert tab.texts("#alerts .alert summary b")[-2:] == titles
 
 
 def test_an_empty_folder_has_a_page(tab, tmp_path):

@@ -40,12 +40,12 @@ def test_every_recipe_resolves(recipe):
         ("train.steps=many", "train.steps: Input should be a valid integer"),
         ("train.steps=0", "train.steps: Input should be greater than 0"),
         ("algorithm.name=grpoo", "Did you mean 'grpo'?"),
-        ("algorithm.options.scale=2", "options are for an algorithm of yours"),
+        ("algorithm.options.scale=2", "options are only for your own algorithm"),
         ("rollout.engine=embeddedd", "Did you mean 'embedded'?"),
         ("environment.name=second_try", "'second_try' is not of the form module:name"),
         ("rollout.group_size=1", "needs at least 2"),
         ("critic.lr=0.1", "grpo has no critic"),
-        ("reference.cpu_offload=true", "without algorithm.kl_coef no KL is taken"),
+        ("reference.cpu_offload=true", "no KL is computed when algorithm.kl_coef is 0"),
         ("algorithm.updates_per_batch=5", "not divisible"),
         ("algorithm.overlong_from=4", "must be below rollout.max_new_tokens"),
         ("reward=none", "reward is missing: grpo learns from rewards"),
@@ -103,7 +103,7 @@ def test_a_clean_recipe_passes_and_is_printed():
         (["reward.functions=[{name='no_such_module:f'}]"], "No module named 'no_such_module'"),
         (["model.sequence_parallel=3", "train.ranks=3"], "does not divide the 2 attention heads"),
         (["model.replicate=3"], "replicate=3 does not divide the 2 ranks"),
-        (["output.folder={other}"], "was begun with other settings: "),
+        (["output.folder={other}"], "was started with other settings: "),
     ],
 )
 def test_a_dry_run_finds_it_and_exits_with_2(tmp_path, overrides, message):
@@ -186,7 +186,7 @@ def corrupt_the_engine(recipe: str) -> None:
 def test_a_canary_that_disagrees_stops_the_run(tmp_path):
     outcomes = run_ranks_outcomes(2, corrupt_the_engine, small_recipe(tmp_path))
     assert [outcome[:2] for outcome in outcomes] == [("error", "RolloutFault")] * 2
-    assert "R503" in outcomes[0][2] and "allowed is 0.001" in outcomes[0][2]
+    assert "R503" in outcomes[0][2] and "the tolerance is 0.001" in outcomes[0][2]
 
 
 def test_tokenizer_with_ids_that_the_model_does_not_have(tmp_path):

@@ -157,7 +157,7 @@ def test_a_fifo_is_not_waited_for(tmp_path, name):
 
 def test_what_is_found_wrong_later_is_named_by_file_and_line_too(tmp_path):
     long, tool = "what is one plus two", [{"role": "tool", "content": "x"}]
-    for prompt, said in ((long, "has 6 tokens"), (" \n", "is empty"), (tool, "template refuses")):
+    for prompt, said in ((long, "has 6 tokens"), (" \n", "is empty"), (tool, "template rejects")):
         source = write(tmp_path / "rows.jsonl", {"prompt": "what is one"}, "\n", {"prompt": prompt})
         with pytest.raises(ConfigError, match=r"rows.jsonl:3: the .*prompt.*") as caught:
             encode_prompts(load_rows(source, "prompt", None), make_tokenizer(), "prompt", False, 4)
@@ -342,7 +342,7 @@ def test_an_unfinished_answer_is_continued():
         ("what is one plus two", "row 2: the prompt has 6 tokens, more than data.max_prompt_tokens=4; 1 of 2 rows"),
         ("", "row 2: the prompt is empty"),
         (" \n", "row 2: the prompt is empty"),
-        ([{"role": "tool", "content": "x"}], "row 2: the chat template refuses the prompt: there are no tools"),
+        ([{"role": "tool", "content": "x"}], "row 2: the chat template rejects the prompt: there are no tools"),
     ],
 )  # fmt: skip
 def test_unusable_prompts_are_named_by_row(prompt, said):

@@ -60,7 +60,10 @@ def test_log_probs_that_are_no_numbers_stop_the_run_before_the_step(tmp_path, al
 def test_a_canary_that_is_no_number_stops_the_run(tmp_path):
     outcomes = run_ranks_outcomes(2, run_with_nan, small_recipe(tmp_path, *ONE_STEP), 1, True)
     assert outcomes[0] == outcomes[1]
-    assert "R503 sync: after version 0 their log-probs of the canary differ by nan" in outcomes[0][2]
+    assert (
+        "R503 sync: after version 0 engine and trainer log-probs of the canary differ by nan"
+        in outcomes[0][2]
+    )
 
 
 # Where completions end.

@@ -89,8 +89,8 @@ def load(folder, rewards, **cells):
         ("numeric", {"answer": "many"}, "'many' holds no number"),
         ("numeric", {"answer": "1e999"}, "larger than any number"),
         ("numeric", {"answer": 10**400}, "larger than any number"),
-        ("regex", {"pattern": "("}, "the row's 'pattern' is wrong: missing \\)"),
-        ("regex", {"pattern": "a{99999999999}"}, "the row's 'pattern' is wrong"),
+        ("regex", {"pattern": "("}, "the row's 'pattern' is not a valid regular expression: missing \\)"),
+        ("regex", {"pattern": "a{99999999999}"}, "the row's 'pattern' is not a valid regular expression"),
     ],
 )
 def test_a_row_that_a_reward_can_never_score_is_refused(tmp_path, reward, cells, words):
@@ -139,7 +139,7 @@ def test_a_reward_that_talks_over_its_own_connection_costs_its_own_sample(user_m
     samples = [("", completion, {"said": said}) for completion in ("x", "", "")]
     with RewardRunner([RewardSpec("odd_workers:babble")], num_workers=1) as runner:
         first, *others = runner.score(samples)
-        assert first.errors == ("odd_workers:babble: its worker answered with something else than a reward",)
+        assert first.errors == ("odd_workers:babble: its worker returned something that is not a reward",)
         assert [one.total for one in others] == [1.0, 1.0] and runner.score(samples[1:])[0].total == 1.0
 
 

@@ -66,7 +66,7 @@ def test_nothing_is_said_where_nothing_is_wrong(tmp_path):
         ([r'output.folder="a\u0000b"'], "embedded null"),
         (["output.folder=" + "a" * 300], "File name too long"),
         (["model.path=no/such/model"], "L101"),
-        (["rollout.engine=vllm", "rollout.vllm.mode=server", "rollout.vllm.port={port}"], "cannot be had"),
+        (["rollout.engine=vllm", "rollout.vllm.mode=server", "rollout.vllm.port={port}"], "cannot be used"),
         (["rollout.engine=vllm", "rollout.vllm.url=ftp://127.0.0.1"], "rollout.vllm.url"),
         (["--allow", "optimiser.lr"], "--allow optimiser.lr"),
         (["--from", "3"], "--from 3"),
@@ -111,7 +111,7 @@ def test_a_version_that_is_not_supported_is_named(tmp_path, monkeypatch):
         importlib.metadata, "version", lambda name: "2.99.0" if name == "torch" else version(name)
     )
     (said,) = ahead(tmp_path / "run")
-    assert "torch is 2.99.0; supported is" in said and "<2.14" in said
+    assert "torch is 2.99.0; supported versions are" in said and "<2.14" in said
 
 
 def test_more_ranks_than_gpus_are_refused(tmp_path, monkeypatch):

@@ -91,10 +91,11 @@ def test_a_changed_byte_is_named_with_its_tensor(lora_run, tmp_path):
     weights.write_bytes(raw)
     (finding,) = sp.verify_pretrained(folder)
     assert finding.code == "E404" and finding.tensor in finding.message
+    assert "download the folder again" in str(finding)
     result = CliRunner().invoke(app, ["verify", str(folder)])
     assert result.exit_code == 3 and repr(finding.tensor) in result.output
     intact = CliRunner().invoke(app, ["verify", str(lora_run / "fsdp2" / "model")])
-    assert intact.exit_code == 0 and "every tensor is as it was saved" in intact.output
+    assert intact.exit_code == 0 and "every tensor is unchanged since it was saved" in intact.output
 
 
 @pytest.mark.distributed
@@ -109,6 +110,12 @@ def test_a_receipt_that_was_replaced_with_its_model_is_told_by_the_digest(lora_r
 
 def test_a_folder_without_a_receipt_is_said(tmp_path):
     with pytest.raises(ConfigError, match=r"holds no receipt\.json"):
+        sp.verify_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="nowhere is not a folder"):
+        sp.verify_pretrained(tmp_path / "nowhere")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "receipt.json").touch()
+    with pytest.raises(ConfigError, match=rf"Fix: pass {tmp_path}/model"):
         sp.verify_pretrained(tmp_path)
 
 

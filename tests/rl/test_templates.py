@@ -43,7 +43,7 @@ def test_an_endless_call_is_ended():
 def test_a_chat_template_that_does_not_end(monkeypatch):
     monkeypatch.setattr(data, "_TEMPLATE_SECONDS", 0.3)
     rows = [{"prompt": "one"}, {"prompt": "two"}]
-    with pytest.raises(ConfigError, match="row 1: the chat template does not come to an end") as caught:
+    with pytest.raises(ConfigError, match="row 1: the chat template did not finish") as caught:
         data.encode_prompts(rows, make_tokenizer(ENDLESS), "prompt", True, None)
     assert caught.value.code == "C005"
 

@@ -201,7 +201,7 @@ def test_a_tracker_that_cannot_start_stops_a_run_that_begins_and_no_other(tmp_pa
     part = Part(recipe, step=2, last=2, is_new=False)
     part.step(3)
     ((step, kind, text),) = part.events
-    assert (step, kind) == (2, "tracker") and "gets nothing of this part" in text
+    assert (step, kind) == (2, "tracker") and "gets no metrics until the run is restarted" in text
 
 
 def test_going_back_behind_a_step_begins_a_new_run_in_the_tracker(tmp_path, offline):

@@ -48,13 +48,13 @@ def resume(
     *,
     keep_settings: bool = False,
 ) -> dict[str, Any]:
-    """Load a checkpoint into the policy, optimizer and schedule, whatever layout wrote it; returns its `extra`.
+    """Load a checkpoint of any layout into the policy, optimizer and schedule; returns its `extra`.
 
     `folder` is a checkpoint, or a run's folder, where `which` names the checkpoint ("latest", or "step-00000012").
-    On the number of ranks that saved it, the run continues bit for bit. Every byte is compared with its checksum
+    With the same number of ranks, the run continues bit for bit. Every byte is compared with its checksum
     before anything is parsed, and everything is parsed before anything changes.
 
-    With `keep_settings`, learning rates, betas and other options of the optimizer keep their present values instead of
+    With `keep_settings`, learning rates, betas and other options of the optimizer keep their current values instead of
     the saved ones; the schedule, which must come from `make_schedule`, continues at the saved step.
 
     Collective: every rank.

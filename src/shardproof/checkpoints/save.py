@@ -60,12 +60,12 @@ def save_checkpoint(
     keep: int | None = 3,
     background: bool = False,
 ) -> PendingSave:
-    """Save model, optimizer, schedule, random state and `extra` (JSON-able) as `folder`/step-N.
+    """Save model, optimizer, schedule, random state and `extra` (anything that JSON can hold) as `folder`/step-N.
 
-    The folder appears complete or not at all, and the newest `keep` are kept. With `background` the call returns
-    before anything is copied: the copy and the write run beside training, and only what changes weights next waits for
-    the copy: a step of any optimizer, `policy.offload`, or what calls `policy.before_change`. Call `wait()` on the
-    result before the process ends. One process at a time saves into a folder.
+    The checkpoint appears complete or not at all; older ones than the newest `keep` are deleted. With `background` the
+    call returns at once, and copying and writing run during training. Only the next change of the weights waits for
+    the copy: a step of any optimizer, `policy.offload`, or code that calls `policy.before_change`. Call `wait()` on the
+    result before the process ends. Only one process at a time can save into a folder.
 
     Collective: every rank. Memory: in the background, a host copy of this rank's state.
     """

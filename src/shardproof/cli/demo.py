@@ -40,7 +40,7 @@ def demo(
     ] = Path("shardproof-demo"),
     steps: Annotated[int | None, typer.Option(min=1, help="training steps, for a shorter demo")] = None,
 ) -> None:
-    """See it work: 2 CPU ranks prove what they hold, find wrong bytes, and teach a tiny model to add."""
+    """Watch 2 CPU ranks prove what they hold, catch injected faults, and teach a tiny model to add."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the same demo on every machine
     started = time.monotonic()
     with attached() as terminal:
@@ -63,7 +63,7 @@ def prepare(output: Path, steps: int | None) -> Recipe:
     fix = "pass --output with a folder that does not exist yet"
     try:
         if output.is_dir() and any(output.iterdir()) and not (output / MARK).is_file():
-            raise fail("C006", "demo", f"{output} holds files that no demo wrote.", fix=fix)
+            raise fail("C006", "demo", f"{output} holds files that the demo did not write.", fix=fix)
         output.mkdir(parents=True, exist_ok=True)
         (output / MARK).write_text(json.dumps({"made by": "shardproof demo"}) + "\n")
         for name in (_RUN, _FAULTS, _DATA):

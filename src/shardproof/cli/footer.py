@@ -5,6 +5,7 @@ All of it is read from the run's folder, so that it can be said however the rank
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Iterable
@@ -12,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardproof.files import claim_is_dead
+from shardproof.report.page import write_report
 from shardproof.text import duration, printable
 
 if TYPE_CHECKING:
@@ -44,6 +47,7 @@ class Part:
         status, step = facts.get("status"), facts.get("step", 0)
         if status == "running":  # rank 0 had no time to write how it ended
             status = "stopped" if interrupted else "failed"
+            _write_page(folder)
         lines = [_outcome(folder, status, step, self.recipe)]
         total = time.time() - self.started
         spent = self._times(total)
@@ -56,6 +60,8 @@ class Part:
             lines.append(f"Report:  {folder / 'report.html'}")
         if status == "finished" and (folder / "model").is_dir():
             lines.append(f"Model:   {folder / 'model'}")
+            if (folder / "adapter").is_dir():
+                lines.append(f"Adapter: {folder / 'adapter'}")
         return [printable(line) for line in [*lines, f"Next:    {_next_step(status)}"]]
 
     def _facts(self) -> dict[str, Any] | None:
@@ -82,6 +88,13 @@ class Part:
         spent["start and other"] = max(total - sum(spent.values()), 0.0)
         longest_first = sorted(spent.items(), key=lambda item: -item[1])
         return {name: seconds for name, seconds in longest_first if seconds >= _MIN_SHARE * total}
+
+
+def _write_page(folder: Path) -> None:
+    """Write the page that a killed rank 0 could not write; it says that the run was killed."""
+    if claim_is_dead(folder):
+        with contextlib.suppress(Exception):  # a full disk: the footer is worth more
+            write_report(folder)
 
 
 def _outcome(folder: Path, status: Any, step: int, recipe: Recipe) -> str:

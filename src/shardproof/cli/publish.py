@@ -14,7 +14,8 @@ from shardproof.errors import ShardproofError
 def verify(
     model: Annotated[str, typer.Argument(help="a model or adapter folder with a receipt.json")],
     digest: Annotated[
-        str | None, typer.Option(help="the digest from the run or the model card; its first 16 characters do")
+        str | None,
+        typer.Option(help="the digest from the run or the model card; its first 16 characters are enough"),
     ] = None,
 ) -> None:
     """Compare the weights in a folder with the receipt of the run that wrote them."""
@@ -28,7 +29,7 @@ def verify(
         typer.echo(str(finding), err=True)
     if findings:
         raise SystemExit(STOPPED_BY_FINDING)
-    typer.echo(f"{model}: every tensor is as it was saved, digest {read_digest(Path(model))}")
+    typer.echo(f"{model}: every tensor is unchanged since it was saved, digest {read_digest(Path(model))}")
 
 
 def push(

@@ -19,7 +19,7 @@ def built_in_recipes() -> Path:
 
 def recipes(
     folder: Annotated[
-        Path, typer.Argument(file_okay=False, help="where to copy them; files that are there are kept")
+        Path, typer.Argument(file_okay=False, help="where to copy them; existing files are kept")
     ] = Path("recipes"),
 ) -> None:
     """Copy the built-in recipes, with the demo's model and data, into a folder."""

@@ -20,30 +20,40 @@ logger = logging.getLogger(__name__)
 
 
 def train(
-    recipe: Annotated[str, typer.Argument(help="a recipe, TOML")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="check everything, train nothing")] = False,
+    recipe: Annotated[str, typer.Argument(help="the recipe, a TOML file")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="section.key=value: change a key of the recipe")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="check the recipe, the data and this machine without training")
+    ] = False,
     show_recipe: Annotated[
-        bool, typer.Option("--show-recipe", help="print every setting as JSON on stdout, train nothing")
+        bool, typer.Option("--show-recipe", help="print every setting as JSON without training")
     ] = False,
     allow: Annotated[
-        list[str] | None, typer.Option(help="section.key that may change on resume; may be repeated")
+        list[str] | None,
+        typer.Option(help="allow this section.key to differ from the run that is resumed; can be repeated"),
     ] = None,
     from_step: Annotated[
         int | None,
-        typer.Option("--from", help="go on from this step's checkpoint, not the newest; 0: begin again"),
+        typer.Option(
+            "--from", help="resume from this step's checkpoint instead of the newest; 0 starts over"
+        ),
     ] = None,
-    nnodes: Annotated[str, typer.Option(help="as torchrun's")] = "1",
+    nnodes: Annotated[str, typer.Option(help="number of nodes, or a range such as 1:4")] = "1",
     rdzv_endpoint: Annotated[str | None, typer.Option(help="HOST:PORT, for several nodes")] = None,
     rdzv_id: Annotated[
-        str | None, typer.Option(help="a secret of the run, for several nodes", envvar="SHARDPROOF_RDZV_ID")
+        str | None,
+        typer.Option(help="shared secret of the run, for several nodes", envvar="SHARDPROOF_RDZV_ID"),
     ] = None,
-    max_restarts: Annotated[int, typer.Option(min=0, help="starts after a rank was lost")] = 0,
+    max_restarts: Annotated[
+        int, typer.Option(min=0, help="how many times to restart after a rank was lost")
+    ] = 0,
     quiet: Annotated[
-        bool, typer.Option("--quiet", "-q", help="show warnings, errors and the summary at the end only")
+        bool, typer.Option("--quiet", "-q", help="show only warnings, errors and the final summary")
     ] = False,
 ) -> None:
-    """Train a recipe. The same command resumes it."""
+    """Train a model from a recipe. Rerun the same command to resume."""
     options = Options(tuple(allow or ()), from_step, nnodes, rdzv_endpoint, rdzv_id, max_restarts, quiet)
     with attached(quiet, rank=int(os.environ.get("RANK", "0"))) as terminal:
         try:
@@ -89,7 +99,7 @@ def _train(recipe: Recipe, options: Options, is_dry: bool, terminal: Terminal) -
 def _describe(recipe: Recipe, path: str) -> str:
     """What starts, in a line."""
     num = recipe.train.ranks
-    ranks = f"{num} rank{'s' * (num > 1)}" if num else "a rank per GPU"
+    ranks = f"{num} rank{'s' * (num > 1)}" if num else "one rank per GPU"
     return (
         f"shardproof {__version__}: {path}: {recipe.algorithm.name} on {recipe.model.path}, {ranks}, "
         f"{recipe.train.steps} steps, output in {recipe.output.folder}"

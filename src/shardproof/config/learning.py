@@ -84,7 +84,7 @@ class Algorithm(Section):
     @model_validator(mode="after")
     def _has_options(self) -> Algorithm:
         if self.options and not is_user_name(self.name):
-            raise ValueError(f"options are for an algorithm of yours, module:name, not for {self.name!r}")
+            raise ValueError(f"options are only for your own algorithm (module:name), not for {self.name!r}")
         return self
 
 
@@ -118,9 +118,9 @@ class Optimizer(Section):
     def _fits_its_name(self) -> Optimizer:
         is_ours = not is_user_name(known_or_users(self.name, OPTIMIZERS))
         if self.momentum is not None and self.name != "muon":
-            raise ValueError(f"momentum is for name='muon', not for {self.name!r}")
+            raise ValueError(f"momentum is only for name='muon', not for {self.name!r}")
         if self.options and is_ours:
-            raise ValueError(f"options are for an optimizer of yours, module:name, not for {self.name!r}")
+            raise ValueError(f"options are only for your own optimizer (module:name), not for {self.name!r}")
         taken = sorted(self.options.keys() & set(_OPTIMIZER_KEYS))
         if taken:
             raise ValueError(f"options.{taken[0]}: set optimizer.{taken[0]} instead")

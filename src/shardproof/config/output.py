@@ -39,8 +39,8 @@ class Output(Section):
     model_dtype: DtypeName | None = None
     """Dtype of the final model. By default that of the checkpoint it was loaded from."""
     trackers: list[str] = Field(default=["tensorboard"])
-    """Where metrics go besides the run's own files: `"tensorboard"`, `"wandb"`, `"trackio"`, `"mlflow"`, or a class
-    of yours as `module:name`. `[]` for none. The old key `tensorboard = false` still works and removes
+    """Where metrics go besides the run's own files: `"tensorboard"`, `"wandb"`, `"trackio"`, `"mlflow"`, or your own
+    class as `module:name`. `[]` for none. The old key `tensorboard = false` still works and removes
     `"tensorboard"` from this list."""
     project: str = "shardproof"
     """Name of the project in Weights & Biases and trackio, and of the experiment in MLflow."""

@@ -113,7 +113,7 @@ def _algorithm(recipe: Recipe) -> str | None:
 
 def _roles(recipe: Recipe) -> str | None:
     if recipe.reference is not None and not recipe.algorithm.kl_coef:
-        return "reference: without algorithm.kl_coef no KL is taken; set it, or remove the section"
+        return "reference: no KL is computed when algorithm.kl_coef is 0; set it, or remove the section"
     if recipe.reference is not None and recipe.model.lora is not None:
         return (
             "reference: with model.lora the reference is the policy without its adapters; remove the section"
@@ -137,7 +137,7 @@ def _divergence(recipe: Recipe) -> str | None:
 def _sampling(recipe: Recipe) -> str | None:
     rollout, settings = recipe.rollout, recipe.algorithm
     if rollout.offload_policy and rollout.engine == "sharded":
-        return "rollout.offload_policy: the sharded engine samples from the policy, which must stay"
+        return "rollout.offload_policy: the sharded engine samples from the policy itself, which must stay on the device"
     if settings.overlong_from is not None and settings.overlong_from >= rollout.max_new_tokens:
         return "algorithm.overlong_from must be below rollout.max_new_tokens"
     if settings.dynamic_sampling and rollout.group_size < 2:

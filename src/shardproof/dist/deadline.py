@@ -43,10 +43,10 @@ def deadline(
     seconds: float = 600.0,
     groups: Sequence[dist.ProcessGroup] | None = None,
 ) -> Iterator[None]:
-    """No collective in the block waits longer than `seconds`; a lost or late peer becomes one clear error.
+    """Fail with one clear error if a collective in the block waits longer than `seconds` for a lost or slow rank.
 
     The error says which rank was in which call at which line, and which did not answer. Without `groups` the deadline
-    is that of the default group. It also holds for the exchanges of this package, whatever group they go through.
+    applies to the default group. It always applies to shardproof's own exchanges, whichever group they use.
     """
     assert dist.group.WORLD is not None
     require_number(stage, "deadline_s", seconds, above=0, at_most=_MAX_SECONDS)

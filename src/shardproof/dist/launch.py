@@ -47,7 +47,7 @@ _groups_made = itertools.count()
 
 
 def init_distributed(device: str | torch.device | None = None, timeout_s: float = 600.0) -> None:
-    """Join the process group that torchrun describes, or make a group of one; a no-op when one exists.
+    """Join torchrun's process group, or create a group of one process; does nothing if a group exists.
 
     Collective: every rank that torchrun started.
     """

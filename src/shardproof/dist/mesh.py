@@ -12,7 +12,7 @@ REPLICATE, SHARD = "replicate", "shard"
 
 
 def make_mesh(replicate: int = 1, shard: int | None = None, device_type: str | None = None) -> DeviceMesh:
-    """A mesh of all ranks: `shard` ranks hold one copy of the model, `replicate` such groups hold copies of it.
+    """A mesh of all ranks: each copy of the model is sharded over `shard` ranks, and there are `replicate` copies.
 
     Collective: every rank.
     """

@@ -18,12 +18,12 @@ logger = logging.getLogger(__name__)
 
 
 class AttestCallback(TrainerCallback):
-    """Attests the model and the optimizer when training begins, and after every `every` steps if that is not 0.
+    """Attests the model and the optimizer when training begins, and then every `every` steps unless that is 0.
 
     It works in transformers' Trainer, in trainers built on it such as TRL's, and wherever accelerate shards the model.
     A finding raises the same error on every rank; with `stop=False` it is logged and kept in `findings`.
 
-    Collective: every rank has the callback, or none has it.
+    Collective: add the callback on every rank.
     """
 
     def __init__(self, every: int = 0, stop: bool = True):

@@ -26,8 +26,8 @@ logger = logging.getLogger(__name__)
 _INTERRUPTED = 130  # as a shell's, after Ctrl-C
 _MAX_STARTED = 1024  # processes on one node, as in a recipe
 _FIXES = {
-    -9: "give it more memory, or run shardproof estimate first: most often the system ended it for lack of memory",
-    -4: "set ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16: this processor does not have an instruction that it reports",
+    -9: "use more memory, or run `shardproof estimate` first: usually the system killed it because memory ran out",
+    -4: "set ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16: this processor reports an instruction that it does not support",
 }
 
 
@@ -45,30 +45,30 @@ class CountingCommand(TyperCommand):
 
 
 def doctor(
-    model: Annotated[str | None, typer.Argument(help="a folder or a hub id")] = None,
+    model: Annotated[str | None, typer.Argument(help="model folder or hub id")] = None,
     config: Annotated[str | None, typer.Option(help="a config.json, for random weights")] = None,
     strategy: Annotated[str, typer.Option(help="fsdp2 or fsdp1")] = "fsdp2",
     ranks: Annotated[int, typer.Option(help="processes on this node")] = 2,
-    dtypes: Annotated[str, typer.Option(help="what blocks compute in, such as bf16,fp32")] = "bf16,fp32",
-    param_dtype: Annotated[str, typer.Option(help="how shards are stored")] = "fp32",
-    seq_len: Annotated[int, typer.Option(help="tokens of the longest sequence")] = 128,
-    packing: Annotated[bool, typer.Option(help="sequences end to end, or one by one")] = True,
-    sequence_parallel: Annotated[int, typer.Option(help="ranks that share a sequence")] = 1,
+    dtypes: Annotated[str, typer.Option(help="dtypes to compute in, such as bf16,fp32")] = "bf16,fp32",
+    param_dtype: Annotated[str, typer.Option(help="dtype that shards are stored in")] = "fp32",
+    seq_len: Annotated[int, typer.Option(help="length of the longest sequence, in tokens")] = 128,
+    packing: Annotated[bool, typer.Option(help="pack sequences end to end, or run them one by one")] = True,
+    sequence_parallel: Annotated[int, typer.Option(help="ranks that each sequence is split over")] = 1,
     cpu_offload: Annotated[bool, typer.Option(help="keep shards in host memory")] = False,
     lora: Annotated[int, typer.Option(help="rank of LoRA adapters; 0 for none")] = 0,
     replicate: Annotated[int, typer.Option(help="copies of the sharded model (HSDP)")] = 1,
     checkpoint_activations: Annotated[bool, typer.Option(help="recompute activations")] = False,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda; default: what there is")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; default: cuda if available")] = None,
     role: Annotated[str, typer.Option(help="policy, reference or critic")] = "policy",
-    matrix: Annotated[bool, typer.Option("--matrix", help="every pair of settings in some layout")] = False,
-    reference: Annotated[bool, typer.Option(help="compare with a whole model on rank 0")] = True,
-    timeout: Annotated[float, typer.Option(help="seconds that a rank may keep the others waiting")] = 120.0,
+    matrix: Annotated[bool, typer.Option("--matrix", help="cover every pair of settings")] = False,
+    reference: Annotated[bool, typer.Option(help="compare with the unsharded model on rank 0")] = True,
+    timeout: Annotated[float, typer.Option(help="how long a rank may block the others, in seconds")] = 120.0,
     trust_remote_code: Annotated[bool, typer.Option(help="run the model's own code")] = False,
     json_path: Annotated[Path | None, typer.Option("--json", help="write the report as JSON")] = None,
-    html_path: Annotated[Path | None, typer.Option("--html", help="write the report as a page")] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="no progress, only the report")] = False,
+    html_path: Annotated[Path | None, typer.Option("--html", help="write the report as an HTML page")] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="show only the report")] = False,
 ) -> None:
-    """Load, attest, score, step, stream, verify and generate; the exit code is the number of findings, at most 100."""
+    """Test a model on this machine, from load to generation. The exit code is the number of findings, at most 100."""
     base = Layout(
         strategy=strategy,
         param_dtype=param_dtype,
@@ -159,5 +159,5 @@ def _stages_of_failed_rank(error: Any, progress: Path) -> tuple[Stage, ...]:
     where = note.read_text() if note.exists() else "the start"
     stage = where.split(" (")[0]
     message = f"the rank ended in {where}: {error}."
-    fix = _FIXES.get(error.exit_code, "see the named rank's error")
+    fix = _FIXES.get(error.exit_code, "read the error of the named rank")
     return (Stage(stage, findings=(Finding("L100", stage, message, rank=error.rank, fix=fix),)),)

@@ -43,10 +43,10 @@ def estimate(
     ] = None,
     config: Annotated[str | None, typer.Option(help="a config.json (model)")] = None,
     strategy: Annotated[str, typer.Option(help="fsdp2 or fsdp1 (model)")] = "fsdp2",
-    dtype: Annotated[str, typer.Option(help="dtype that blocks compute in (model)")] = "bf16",
+    dtype: Annotated[str, typer.Option(help="dtype to compute in (model)")] = "bf16",
     param_dtype: Annotated[str, typer.Option(help="dtype that shards are stored in (model)")] = "fp32",
     micro_batch_tokens: Annotated[int, typer.Option(help="tokens per micro-batch (model)")] = 8192,
-    sequence_parallel: Annotated[int, typer.Option(help="ranks that share a sequence (model)")] = 1,
+    sequence_parallel: Annotated[int, typer.Option(help="ranks per sequence (model)")] = 1,
     replicate: Annotated[int, typer.Option(help="copies of the sharded model, HSDP (model)")] = 1,
     lora: Annotated[int, typer.Option(help="rank of LoRA adapters; 0 for none (model)")] = 0,
     checkpoint_activations: Annotated[bool, typer.Option(help="recompute activations (model)")] = False,
@@ -88,7 +88,7 @@ def _of_model(request: Request, overrides: list[str], num_tokens: int) -> list[d
     from shardproof.doctor.report import print_estimates
 
     if overrides:
-        message = f"{overrides[0]!r} goes with a recipe; {request.source!r} is not a .toml file."
+        message = f"{overrides[0]!r} changes a key of a recipe, but {request.source!r} is not a .toml file."
         raise fail("C001", "estimate", message)
     request.check()
     rows = forecast(request, num_tokens)

@@ -26,7 +26,11 @@ def forecast(request: Request, num_tokens: int) -> list[Estimate]:
     elif request.config is not None:
         folder, name = config_file(request.config).parent, config_file(request.config).name
     if folder is None:
-        raise fail("L101", "estimate", f"{request.source!r} is not a folder, nor in the hub or its cache.")
+        raise fail(
+            "L101",
+            "estimate",
+            f"{request.source!r} is neither a folder nor a model on the hub or in its cache.",
+        )
     config = read_config(folder, request.trust_remote_code, name)
     layout = request.layouts[0]
     check_sequence_parallel(config, layout.sequence_parallel, max(request.ranks // layout.replicate, 1))

@@ -39,7 +39,7 @@ def _summary(report: Report) -> str:
         ("", "Layouts examined", str(len(report.examinations))),
         ("", "Clean", str(safe)),
         ("", "Refused by name", str(refused)),
-        ("", "Highest rise of memory", f"{peak / 2**20:.0f} MiB"),
+        ("", "Largest increase of memory", f"{peak / 2**20:.0f} MiB"),
         ("", "Duration", f"{report.seconds:.1f} s"),
     ]
     cells = "".join(

@@ -185,7 +185,7 @@ def probe_score(patient: Patient) -> Outcome:
     critic = policy.role == CRITIC
     mine = values(policy, patient.my_sequences) if critic else logprobs(policy, patient.my_sequences)
     count = sum(exchange(sum(row.numel() for row in mine))) // policy.sequence_parallel
-    scored = f"{count} {'values' if critic else 'log-probs'}, none NaN"
+    scored = f"{count} {'values' if critic else 'log-probs'}, no NaN"
     if not patient.request.reference:
         return f"{scored}; not compared", []
     reference = score_alone(policy, patient.folder, patient.sequences, patient.request.trust_remote_code)
@@ -195,7 +195,7 @@ def probe_score(patient: Patient) -> Outcome:
         Finding(
             "T304",
             "score",
-            f"its scores differ by {gap:.3g} on average from a single process; {allowed:.3g} is rounding.",
+            f"its scores differ by {gap:.3g} on average from those of a single process; rounding explains {allowed:.3g}.",
             rank=rank,
         )
         for rank, gap in enumerate(gaps)
@@ -224,7 +224,7 @@ def probe_round_trip(patient: Patient) -> Outcome:
             if torch.equal(sent, tensor.cpu()):
                 num_same, num_bytes = num_same + 1, num_bytes + tensor.numel() * tensor.element_size()
             else:
-                message = f"{name!r} is streamed with other bytes than its file holds."
+                message = f"{name!r} differs between the stream and its file."
                 findings.append(Finding("E404", "round trip", message, tensor=name))
     num_same, num_bytes = broadcast([num_same, num_bytes])
     note = f"{num_same} tensors, {size_text(num_bytes)}, equal to the files bit for bit"
@@ -306,7 +306,7 @@ def probe_generate(patient: Patient) -> Outcome:
         Finding(
             "R503",
             "generate",
-            f"their log-probs of the same tokens differ by {gap:.3g}, allowed is {allowed:g}.",
+            f"engine and trainer log-probs of the same tokens differ by {gap:.3g}, the tolerance is {allowed:g}.",
             rank=rank,
         )
         for rank, gap in enumerate(gaps)

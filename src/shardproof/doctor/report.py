@@ -37,7 +37,7 @@ def print_report(report: Report, console: Console | None = None) -> None:
         console.print()
         console.print(stage_table(examination))
         if examination.refused is not None:
-            console.print(plain(f"refused by name: {examination.refused}", "yellow"))
+            console.print(plain(f"refused with an error: {examination.refused}", "yellow"))
         if examination.buffers:
             console.print(buffer_table(examination.buffers))
     print_findings(report, console)

@@ -133,7 +133,7 @@ def run_attached(request_json: str, progress: str | None = None) -> dict[str, An
 
 def _facts(request: Request, longest: int) -> dict[str, str]:
     """What was examined; `longest` is the length of the longest sequence that was run, 0 if none was."""
-    shorter = f" of {request.seq_len} asked: the model has no more positions"
+    shorter = f" instead of {request.seq_len}: the model has no more positions"
     device = torch.cuda.get_device_name() if request.device == "cuda" else platform.machine()
     return {
         "role": request.role,

@@ -28,7 +28,10 @@ class Manifest:
         return hashlib.sha256("".join(lines).encode()).hexdigest()
 
     def compare(
-        self, received: Iterable[tuple[str, torch.Tensor]], receiver: str = "the receiver"
+        self,
+        received: Iterable[tuple[str, torch.Tensor]],
+        receiver: str = "the receiver",
+        sent: str = "what was sent",
     ) -> list[Finding]:
         """What a receiver holds that was not sent so, or does not hold."""
         wanted = {meta.name: meta for meta in self.tensors}
@@ -40,7 +43,7 @@ class Manifest:
             elif (tensor.dtype, tuple(tensor.shape)) != (meta.dtype, meta.shape):
                 problem = f"is {tensor.dtype} {tuple(tensor.shape)}, expected {meta.dtype} {meta.shape}"
             elif name in self.digests and digest(tensor.contiguous()) != self.digests[name]:
-                problem = "differs from what was sent"
+                problem = f"differs from {sent}"
             else:
                 continue
             findings.append(Finding("E404", "verify", f"{name!r} at {receiver} {problem}.", tensor=name))

@@ -49,11 +49,11 @@ def save_pretrained(
     merge_lora: bool = True,
     max_file_bytes: int = _MAX_FILE_BYTES,
 ) -> ExportReceipt:
-    """Write the policy as a Hugging Face folder; the files are shared out among the ranks, which write in parallel.
+    """Write the policy as a Hugging Face folder; the ranks write different files in parallel.
 
     The default dtype is the source checkpoint's, tensor by tensor. With `merge_lora=False` the folder is a peft
-    adapter. Tokenizer and generation files are copied byte for byte from the source. The folder must be one that every
-    rank sees. It holds the old model or the new one, whole; weights that no save wrote are not replaced (E408).
+    adapter. Tokenizer and generation files are copied byte for byte from the source. Every rank must see
+    the folder. It always holds one complete model, the old or the new; weights of other tools are not replaced (E408).
 
     Collective: every rank. Memory: two buckets.
     """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from shardproof.weights.writer import TensorMeta
 
 _FORMAT = 1
 _STAGE = "verify"
+_FIX = "copy or download the folder again; what it holds is not what was saved"
 _DTYPES = {str(dtype): dtype for dtype in DTYPES.values()}
 
 
@@ -41,10 +43,10 @@ def write_receipt(folder: Path, receipt: ExportReceipt) -> None:
 
 
 def verify_pretrained(folder: str | os.PathLike[str], digest: str | None = None) -> list[Finding]:
-    """What in a saved model or adapter differs from its `receipt.json`; an empty list if every byte is as it was sent.
+    """A finding for each tensor of a saved model or adapter that differs from its `receipt.json`; empty if none does.
 
-    A receipt that came with the folder shows damage. Against a folder and a receipt that were both replaced, pass the
-    `digest` of the run that made them: its `events.jsonl`, report and model card hold it; the first 16 characters do.
+    The receipt in the folder reveals damage. To detect that folder and receipt were both replaced, pass the `digest`
+    from the run's `events.jsonl`, report or model card; its first 16 characters are enough.
     """
     place = Path(folder)
     manifest, total = _read(place)
@@ -56,7 +58,8 @@ def verify_pretrained(folder: str | os.PathLike[str], digest: str | None = None)
             f"{RECEIPT_NAME} belongs to another model: its digest is {manifest.total}, expected {digest}."
         )
         findings.append(_finding(message))
-    return findings + manifest.compare(_tensors(place), str(place))
+    changed = manifest.compare(_tensors(place), str(place), sent=RECEIPT_NAME)
+    return findings + [replace(finding, fix=_FIX) for finding in changed]
 
 
 def read_digest(folder: Path) -> str:
@@ -74,7 +77,11 @@ def _read(folder: Path) -> tuple[Manifest, str]:
     path = folder / RECEIPT_NAME
     if not path.is_file():
         fix = "pass a model or adapter folder that `shardproof train` wrote"
-        raise fail("C001", _STAGE, f"{folder} holds no {RECEIPT_NAME}.", fix=fix)
+        inside = folder / "model"
+        if (inside / RECEIPT_NAME).is_file():
+            fix = f"pass {inside}"
+        problem = f"holds no {RECEIPT_NAME}" if folder.is_dir() else "is not a folder"
+        raise fail("C001", _STAGE, f"{folder} {problem}.", fix=fix)
     found: Any = read_json(path, _STAGE, code="L103")
     try:
         rows = [
@@ -90,4 +97,4 @@ def _read(folder: Path) -> tuple[Manifest, str]:
 
 
 def _finding(message: str) -> Finding:
-    return Finding("E404", _STAGE, message)
+    return Finding("E404", _STAGE, message, fix=_FIX)

@@ -73,7 +73,7 @@ def _view(memory: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], offs
 
 
 class SharedWeights:
-    """A policy's weights in shared memory, written anew by each `write`. Close it to free the memory."""
+    """A policy's weights in shared memory, which each `write` replaces. Close it to free the memory."""
 
     def __init__(
         self,
@@ -141,7 +141,7 @@ class SharedWeights:
         return SharedAddress(self._region, tensors, self.policy.version)
 
     def write(self) -> ExportReceipt:
-        """Write this rank's slices; when it returns, the whole payload is there.
+        """Write this rank's slices to shared memory; when it returns, all ranks have written theirs.
 
         Collective: every rank.
         """

@@ -35,9 +35,9 @@ _last_exports: weakref.WeakKeyDictionary[ShardedModel, tuple[int, str]] = weakre
 class WeightStream:
     """The policy's weights under the names, dtypes and shapes of its Hugging Face checkpoint.
 
-    `metadata()` moves nothing. Iteration gathers bucket by bucket and yields whole tensors, in the metadata's order,
-    on every rank; parameters are neither moved nor changed. `dtype` None exports as stored, "checkpoint" as the
-    source file had it. `merge_lora=False` streams the adapter alone, under peft's names.
+    `metadata()` transfers nothing. Iteration gathers bucket by bucket and yields whole tensors, in the order of the
+    metadata, on every rank; parameters are neither moved nor changed. `dtype` None exports as stored, "checkpoint" as the
+    source file had it. `merge_lora=False` streams only the adapter, under peft's names.
 
     Collective: every rank iterates. A rank that stops early ends the others with an error instead of leaving them
     waiting. Memory: two buckets; a bucket is at least the largest tensor.
@@ -94,7 +94,7 @@ class WeightStream:
         self.close()
 
     def close(self) -> None:
-        """End an iteration that was left early, telling the other ranks. Leaving a `for` loop does this too."""
+        """End an iteration early and tell the other ranks. Leaving a `for` loop does this too."""
         running = self._running() if self._running is not None else None
         if running is not None:
             running.close()

@@ -26,7 +26,7 @@ def report(
     output: Annotated[
         str | None,
         typer.Option(
-            help="file to write; default: report.html in the run folder, or comparison.html in this folder for several runs"
+            help="file to write; default: report.html in the run folder, or comparison.html in the working directory for several runs"
         ),
     ] = None,
 ) -> None:
@@ -49,7 +49,7 @@ def watch(
     run: Annotated[str, typer.Argument(help="a run folder (the run's output.folder)")],
     port: Annotated[int, typer.Option(min=0, max=65535, help="port on 127.0.0.1; 0: any free port")] = 0,
 ) -> None:
-    """Show a run's report page while the run goes on. Only this machine can open it."""
+    """Serve a run's report page, updated live. Only this machine can open it."""
     from shardproof.report.server import WatchServer
 
     with _errors_as_messages():

@@ -21,6 +21,8 @@ ALERTS = {
     "reward": ("warn", "Reward errors"),
     "skip": ("warn", "Skipped steps"),
     "report": ("warn", "Report"),
+    "publish": ("warn", "Upload"),
+    "tracker": ("warn", "Trackers"),
 }
 FIRST_WHOLE, LAST_WHOLE, MAX_FAILED = 20, 180, 200  # entries of a group that are kept with their receipts
 MAX_ENTRIES = 20_000  # of a group, of which the others are kept as step, verdict and gap
@@ -56,9 +58,12 @@ def ledger_of(events: Sequence[Record]) -> dict[str, Any]:
     }
 
 
-def alerts_of(events: Sequence[Record]) -> list[dict[str, Any]]:
-    """What a reader must see first: failed proofs, findings, reward errors and skipped steps, the worst first."""
-    failed = [event for event in events if event.get("kind") == "proof" and event.get("passed") is not True]
+def alerts_of(events: Sequence[Record], earlier: Sequence[Record] = ()) -> list[dict[str, Any]]:
+    """What a reader must see first: failed proofs, findings, reward errors and skipped steps, the worst first.
+
+    A run that failed and resumed has taken the steps again: what failed in them is in `earlier`, and must stay in sight.
+    """
+    failed = _failed_proofs(events)
     alerts = [_alert("failed", "bad", "Failed proofs", failed)] if failed else []
     named = "\n".join(str(event.get("text")) for event in failed)
     for kind, (tone, title) in ALERTS.items():
@@ -67,7 +72,18 @@ def alerts_of(events: Sequence[Record]) -> list[dict[str, Any]]:
         found = [event for event in found if str(event.get("text")) not in named]
         if found:
             alerts.append(_alert(kind, tone, title, found))
+    proofs = _failed_proofs(earlier)
+    named = "\n".join(str(event.get("text")) for event in proofs)
+    ended = [
+        event for event in earlier if event.get("kind") == "finding" and str(event.get("text")) not in named
+    ]
+    if proofs or ended:
+        alerts.append(_alert("earlier", "warn", "Failed in steps that were taken again", [*proofs, *ended]))
     return alerts
+
+
+def _failed_proofs(events: Sequence[Record]) -> list[Record]:
+    return [event for event in events if event.get("kind") == "proof" and event.get("passed") is not True]
 
 
 def other_events(events: Sequence[Record]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-const STATUS = { running: "running", finished: "finished", stopped: "stopped", failed: "failed", unknown: "not finished" };
+const STATUS = { running: "running", finished: "finished", stopped: "stopped", failed: "failed", killed: "killed", unknown: "not finished" };
 
 function statusPill(header) {
   const steps = header.step === null ? "no step yet" : `step ${header.step.toLocaleString("en")}` + (header.steps ? ` of ${header.steps.toLocaleString("en")}` : "");
@@ -25,7 +25,8 @@ function alertBox(alert, run) {
 }
 function alertsSection(run) {
   const { alerts, ledger, header } = run;
-  if (alerts.length) return make("div", { id: "alerts" }, alerts.map(alert => alertBox(alert, header.name)));
+  const killed = header.status === "killed" ? make("p", { class: "alert bad", role: "alert" }, "The run was killed, or its machine ran out of memory or went down: nothing writes here any more. The same command resumes it from its last checkpoint.") : null;
+  if (killed || alerts.length) return make("div", { id: "alerts" }, killed, alerts.map(alert => alertBox(alert, header.name)));
   if (header.status === "failed") return make("div", { id: "alerts" }, make("p", { class: "alert bad", role: "alert" }, "The run failed. The terminal, or the log of the job, has its last message."));
   const quiet = ledger.num > 0;
   return make("div", { id: "alerts" }, quiet ? make("p", { class: "quiet" }, "✓ No findings, no reward errors, no skipped steps.") : null);

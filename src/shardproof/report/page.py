@@ -82,7 +82,7 @@ def policy(live: bool = False) -> str:
 def _run_data(run: Run, alone: bool) -> dict[str, Any]:
     data: dict[str, Any] = {
         "header": header_of(run),
-        "alerts": alerts_of(run.events),
+        "alerts": alerts_of(run.events, run.earlier),
         "ledger": ledger_of(run.events),
         "numbers": numbers_of(run),
         "time": time_split(run),

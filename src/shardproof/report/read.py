@@ -13,8 +13,10 @@ from typing import Any
 
 from shardproof.bounds import within
 from shardproof.errors import did_you_mean, fail
+from shardproof.files import claim_is_dead
 
 METRICS_NAME, SAMPLES_NAME, EVENTS_NAME = "metrics.jsonl", "samples.jsonl", "events.jsonl"
+EARLIER_NAME = "events.superseded.jsonl"
 CONFIG_NAME, FACTS_NAME = "config.json", "run.json"
 
 Record = dict[str, Any]
@@ -30,10 +32,12 @@ class Run:
     metrics: list[dict[str, float | None]]  # at each of the steps; None is a value that is not finite
     samples: list[Record] = field(default_factory=list)
     events: list[Record] = field(default_factory=list)
+    earlier: list[Record] = field(default_factory=list)  # events of steps that the run took again
     config: Record = field(default_factory=dict)  # the resolved recipe
     facts: Record = field(default_factory=dict)  # run.json: the machine, the versions, how the run ended
     notes: list[str] = field(default_factory=list)  # what could not be read
     age_s: float | None = None  # since the newest line was written
+    was_killed: bool = False  # the process that wrote here is gone, and did not say how it ended
 
 
 class LineFile:
@@ -91,11 +95,12 @@ class RunReader:
         self._metrics = LineFile(folder / METRICS_NAME, _clean_metrics)
         self._samples = LineFile(folder / SAMPLES_NAME)
         self._events = LineFile(folder / EVENTS_NAME)
+        self._earlier = LineFile(folder / EARLIER_NAME)
 
     def state(self) -> str:
-        """A text that changes whenever one of the files does."""
+        """A text that changes whenever one of the files does, or the process that writes them is gone."""
         names = (METRICS_NAME, SAMPLES_NAME, EVENTS_NAME, CONFIG_NAME, FACTS_NAME)
-        return " ".join(_stamp(self.folder / name) for name in names)
+        return " ".join([*(_stamp(self.folder / name) for name in names), str(claim_is_dead(self.folder))])
 
     def age_s(self, now: float) -> float | None:
         """The seconds since the newest line was written; None if there is none."""
@@ -114,10 +119,12 @@ class RunReader:
             [step["metrics"] for step in steps],
             self._samples.read(notes),
             self._events.read(notes),
+            self._earlier.read([]),  # torn lines are moved there
             _read_object(self.folder / CONFIG_NAME, notes),
             _read_object(self.folder / FACTS_NAME, notes),
             notes,
             None if now is None else self.age_s(now),
+            claim_is_dead(self.folder),
         )
 
 

@@ -63,7 +63,9 @@ class WatchServer(ThreadingHTTPServer):
         except OSError as error:
             if error.errno != errno.EADDRINUSE and error.errno != errno.EACCES:
                 raise
-            why = "is in use" if error.errno == errno.EADDRINUSE else "may not be opened by this user"
+            why = (
+                "is in use" if error.errno == errno.EADDRINUSE else "cannot be opened without more privileges"
+            )
             raise fail(
                 "C001", "watch", f"--port={port}: this port {why}.", fix="leave --port out to get a free port"
             ) from error

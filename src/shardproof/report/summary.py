@@ -28,6 +28,8 @@ def header_of(run: Run) -> dict[str, Any]:
     status = run.facts.get("status")
     if status not in STATUSES:
         status = "finished" if planned and last is not None and last >= planned else "unknown"
+    elif status == "running" and run.was_killed:
+        status = "killed"
     return {
         "name": run.name,
         "words": words,

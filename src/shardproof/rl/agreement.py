@@ -152,7 +152,7 @@ def _module_digest(name: str) -> str:
     module = sys.modules.get(module_name)
     path, loader = getattr(module, "__file__", None), getattr(module, "__loader__", None)
     if not colon or path is None or not path.endswith(".py") or not hasattr(loader, "get_data"):
-        return "no file of its own"
+        return "no source file"
     # The module's own loader also reads what lies in an archive.
     return hashlib.sha256(loader.get_data(path)).hexdigest()[:12]
 

@@ -88,7 +88,7 @@ def model_folder(path: str) -> Path:
     """Where a model's files lie on this machine; raises L101 if they do not."""
     folder = find_folder(path, None)
     if folder is None:
-        raise fail("L101", "source", f"{path!r} is not a folder, nor in the hub or its cache.")
+        raise fail("L101", "source", f"{path!r} is neither a folder nor a model on the hub or in its cache.")
     return folder
 
 
@@ -124,7 +124,7 @@ def _require_known_tokens(prompts: list[Prompt], config: PretrainedConfig) -> No
     for prompt in prompts:
         largest = max((*prompt.tokens, *prompt.completion))
         if largest >= size:
-            message = f"the tokenizer makes the id {largest}, the model's vocabulary has {size}: {prompt.text[:60]!r}."
+            message = f"the tokenizer produces the token id {largest}, but the model's vocabulary has {size} tokens: {prompt.text[:60]!r}."
             raise fail("C005", "data", message, fix="use the tokenizer that belongs to the model")
 
 

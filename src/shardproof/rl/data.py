@@ -256,14 +256,14 @@ def _render_all(
     try:
         return call_each(calls, _TEMPLATE_SECONDS) if calls else []
     except Overdue as error:
-        message = f"{places[error.index]}: the chat template does not come to an end: {error}."
+        message = f"{places[error.index]}: the chat template did not finish: {error}."
         raise unusable(message, "use a tokenizer whose chat template you trust") from error
 
 
 def _render(prompt: str | list[dict[str, Any]], tokenizer: Any, place: str) -> str:
     if not getattr(tokenizer, "chat_template", None):
         raise unusable(
-            f"{place}: the prompt goes through a chat template, and the tokenizer has none.",
+            f"{place}: the prompt needs a chat template, but the tokenizer has none.",
             "set data.chat to false and give prompts as strings, or use a tokenizer with a chat template",
         )
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
@@ -278,7 +278,7 @@ def _render(prompt: str | list[dict[str, Any]], tokenizer: Any, place: str) -> s
         )
     except Exception as error:
         # Templates refuse conversations in their own words, with jinja's exceptions.
-        raise unusable(f"{place}: the chat template refuses the prompt: {error}") from error
+        raise unusable(f"{place}: the chat template rejects the prompt: {error}") from error
 
 
 def _require_lengths(

@@ -44,10 +44,12 @@ def make_conversation(
         environment = make()
     except (Exception, SystemExit) as error:  # the user's code
         message = f"environment {settings.name!r} cannot be created: {describe_error(error)}"
-        raise fail("C001", "rollout", message, fix="let it be made without arguments") from error
+        raise fail("C001", "rollout", message, fix="make it callable without arguments") from error
     if not callable(getattr(environment, "reply", None)):
-        message = f"environment {settings.name!r} makes {type(environment).__name__}, which has no reply(row, turns)."
-        raise fail("C001", "rollout", message, fix="see docs/extending.md for what an environment is")
+        message = f"environment {settings.name!r} returned a {type(environment).__name__}, which has no reply(row, turns)."
+        raise fail(
+            "C001", "rollout", message, fix="give it a method reply(row, turns); see docs/extending.md"
+        )
     return Conversation(environment, tokenizer, settings.max_turns, max_tokens)
 
 

@@ -58,17 +58,22 @@ def check_folder(recipe: Recipe, resume: Resume | None = None) -> State:
     except (OSError, ValueError) as error:  # a name that no folder can have, or one that may not be looked at
         reason = getattr(error, "strerror", None) or error
         message = f"output.folder={recipe.output.folder!r} cannot be used: {reason}."
-        raise fail("C007", "output", message, fix="use an output.folder that this user may write") from error
+        raise fail("C007", "output", message, fix="use an output.folder that you can write to") from error
 
 
 def _check_folder(recipe: Recipe, resume: Resume) -> State:
     check_resume(resume)
     if not recipe.output.folder.strip():
-        raise fail("C001", "output", "output.folder is empty.", fix="name a folder of the run's own")
+        raise fail("C001", "output", "output.folder is empty.", fix="use a separate folder for the run")
     folder = Path(recipe.output.folder)
     if recipe.output.folder.startswith("~"):  # which a shell does not replace behind a "="
         message = f"output.folder={recipe.output.folder!r} would be a folder called {folder.parts[0]!r} here."
-        raise fail("C001", "output", message, fix="write the home folder out, or ./~ if that is meant")
+        raise fail(
+            "C001",
+            "output",
+            message,
+            fix="write the full path of your home folder, or ./~ if you mean a folder with this name",
+        )
     _require_apart(folder, recipe)
     if os.path.lexists(folder) and not folder.is_dir():
         raise fail("C006", "output", f"{folder} is a file.", fix="use another output.folder")
@@ -100,13 +105,15 @@ def read_state(folder: Path) -> State:
         return State()
     found = read_json(path, "output", code="C006")
     if not _is_settings(found):
-        message = f"{folder} holds a {SETTINGS_NAME} that is not a run's; a model's has the same name."
+        message = (
+            f"{folder} holds a {SETTINGS_NAME} that no run wrote; a model's config may have the same name."
+        )
         raise fail("C006", "output", message, fix="use another output.folder")
     mark = found.pop(_MARK, None)
     digests = mark.get("digests") or {} if isinstance(mark, dict) else {}
     if not _are_digests(digests):
-        message = f"{path} is damaged: what it says of data and models cannot be read."
-        raise fail("C006", "output", message, fix="put the file back, or use another output.folder")
+        message = f"{path} is damaged: its digests of data and models cannot be read."
+        raise fail("C006", "output", message, fix="restore the file, or use another output.folder")
     return State(found, digests, checkpoint_steps(folder / CHECKPOINTS), _last_step(folder))
 
 
@@ -155,8 +162,8 @@ def _require_apart(folder: Path, recipe: Recipe) -> None:
         if not source.exists():
             continue
         if is_inside(source, folder) or (source.is_dir() and is_inside(folder, source)):
-            message = f"output.folder={str(folder)!r} and {key}={str(source)!r} lie inside each other."
-            raise fail("C006", "output", message, fix="use an output.folder of the run's own")
+            message = f"output.folder={str(folder)!r} and {key}={str(source)!r} overlap."
+            raise fail("C006", "output", message, fix="use a separate output.folder for the run")
 
 
 def _require_empty(folder: Path) -> None:
@@ -165,7 +172,7 @@ def _require_empty(folder: Path) -> None:
     odd = [name for name in names if not name.startswith(".") and not name.endswith(_HARMLESS)]
     if odd:
         more = f" and {len(odd) - 3} more" if len(odd) > 3 else ""
-        message = f"{folder} holds {', '.join(odd[:3])}{more}, and no run's {SETTINGS_NAME}."
+        message = f"{folder} holds {', '.join(odd[:3])}{more}, but no {SETTINGS_NAME} of a run."
         raise fail("C006", "output", message, fix="use another output.folder, or empty this one")
 
 
@@ -173,7 +180,7 @@ def _require_step(folder: Path, state: State, step: int) -> None:
     if step not in state.steps:
         there = ", ".join(map(str, state.steps)) or "none"
         message = f"--from {step}: {folder / CHECKPOINTS} holds no checkpoint of that step; it has {there}."
-        raise fail("C006", "output", message, fix="choose one of these steps, or 0 for the beginning")
+        raise fail("C006", "output", message, fix="choose one of these steps, or 0 to start over")
 
 
 def _require_checkpoint(folder: Path, state: State) -> None:
@@ -185,5 +192,5 @@ def _require_checkpoint(folder: Path, state: State) -> None:
     had_one = is_complete or (save_every and state.last_step > save_every)
     if had_one and not state.steps:
         message = f"{folder} holds metrics of {state.last_step} steps, but no checkpoint to resume from."
-        fix = f"put {CHECKPOINTS}/ back, use another output.folder, or begin again with --from 0"
+        fix = f"restore {CHECKPOINTS}/, use another output.folder, or start over with --from 0"
         raise fail("C006", "output", message, fix=fix)

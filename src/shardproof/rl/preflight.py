@@ -100,7 +100,7 @@ def check_versions(start: Start) -> list[Finding]:
     python = about["Requires-Python"] or ""
     if platform.python_version() not in SpecifierSet(python, prereleases=True):
         findings.append(
-            _finding("versions", f"Python is {platform.python_version()}; supported is {python}.")
+            _finding("versions", f"Python is {platform.python_version()}; supported versions are {python}.")
         )
     for text in about.get_all("Requires-Dist") or []:
         need = Requirement(text)
@@ -108,7 +108,7 @@ def check_versions(start: Start) -> list[Finding]:
         if need.marker is None or (need.name in _needed(start.recipe) and need.name != "vllm"):
             installed = _version(need.name)
             if installed is not None and not need.specifier.contains(installed, prereleases=True):
-                message = f"{need.name} is {installed}; supported is {need.specifier}."
+                message = f"{need.name} is {installed}; supported versions are {need.specifier}."
                 findings.append(_finding("versions", message))
     return findings
 
@@ -181,7 +181,7 @@ def check_vllm(start: Start) -> list[Finding]:
             probe.bind((vllm.host, vllm.port))
         except OSError as error:
             message = (
-                f"rollout.vllm.port={vllm.port} on {vllm.host} cannot be had: {error.strerror or error}."
+                f"rollout.vllm.port={vllm.port} on {vllm.host} cannot be used: {error.strerror or error}."
             )
             return [_finding("ports", message, "use another port, or 0 for a free one")]
     return []
@@ -197,7 +197,7 @@ def check_output(start: Start) -> list[Finding]:
             pass
     except OSError as error:
         message = f"{existing} cannot be written: {error.strerror or error}."
-        return [_finding("output", message, "use an output.folder that this user may write")]
+        return [_finding("output", message, "use an output.folder that you can write to")]
     # Where there are several nodes, another one may have begun this very run.
     if start.num_nodes == 1 and (folder / LOCK_NAME).exists():
         lock = FolderLock(folder)

@@ -95,7 +95,7 @@ def _pattern(row: dict[str, Any]) -> re.Pattern[str]:
     try:
         return re.compile(pattern)
     except (re.error, OverflowError, RecursionError) as error:
-        raise ValueError(f"the row's 'pattern' is wrong: {error}") from error
+        raise ValueError(f"the row's 'pattern' is not a valid regular expression: {error}") from error
 
 
 def _cell(row: dict[str, Any], column: str, expected: str, types: tuple[type, ...]) -> Any:
@@ -130,7 +130,9 @@ def find_reward(name: str) -> Reward:
         try:
             return regex(name[len("regex(") : -1])
         except re.error as error:
-            raise unknown_reward(f"the pattern of reward {name!r} is wrong: {error}.") from error
+            raise unknown_reward(
+                f"the pattern of reward {name!r} is not a valid regular expression: {error}."
+            ) from error
     if not is_user_name(name):
         message = f"reward {name!r} is not one of {', '.join(BUILT_IN)}, regex(pattern), or module:function."
         raise unknown_reward(message + did_you_mean(name, BUILT_IN))

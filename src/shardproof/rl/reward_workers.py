@@ -221,9 +221,7 @@ class WorkerPool:
                     if (answered := worker.receive()) is not None:
                         yield answered
             except _NotAnAnswer:
-                yield from self._replace(
-                    worker, "its worker answered with something else than a reward", queue
-                )
+                yield from self._replace(worker, "its worker returned something that is not a reward", queue)
             except (EOFError, OSError):
                 yield from self._replace(worker, f"its worker process died ({worker.stop(1.0)})", queue)
             else:
@@ -259,7 +257,12 @@ class WorkerPool:
         self._drop([worker])
         if not worker.ready:
             message = f"a worker for {', '.join(self._names)} did not start: {failure}."
-            raise fail("R504", "reward", message, fix="import the reward's module in a plain Python")
+            raise fail(
+                "R504",
+                "reward",
+                message,
+                fix="check that the reward's module can be imported in a new Python process",
+            )
         self._fill()
         if worker.pending:
             call, *rest = worker.pending

@@ -216,7 +216,7 @@ def _require_settings(specs: Sequence[RewardSpec], timeout_s: float, num_workers
     names = [spec.name for spec in specs]
     wrong = {
         "reward.functions is empty": not names,
-        f"reward.functions names one twice: {', '.join(names)}": len(set(names)) < len(names),
+        f"reward.functions lists a function twice: {', '.join(names)}": len(set(names)) < len(names),
         f"a reward's weight is not between -{MAX_WEIGHT:g} and {MAX_WEIGHT:g}": not all(
             within(abs(spec.weight), MAX_WEIGHT) for spec in specs
         ),

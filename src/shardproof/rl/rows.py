@@ -89,7 +89,9 @@ def _read_hub(source: str) -> Iterator[Place]:
         import datasets
     except ImportError as error:
         fix = "pip install datasets, or save the rows as .jsonl"
-        raise unusable(f"{source}: hub datasets need the datasets library.", fix) from error
+        raise unusable(
+            f"{source}: hub data sets need the package datasets, which is not installed.", fix
+        ) from error
     try:
         dataset = datasets.load_dataset(name, config, split=split)
     except Exception as error:

@@ -93,8 +93,8 @@ def check_resume(resume: Resume) -> None:
             message = f"--allow {key}: a recipe has no such key.{did_you_mean(key, known)}"
             raise fail("C001", "output", message, fix="name a section or a section.key of the recipe")
     if resume.from_step is not None and resume.from_step < 0:
-        fix = "pass a step that has a checkpoint, or 0 to begin again"
-        raise fail("C001", "output", f"--from {resume.from_step}: steps begin at 0.", fix=fix)
+        fix = "pass a step that has a checkpoint, or 0 to start over"
+        raise fail("C001", "output", f"--from {resume.from_step}: a step cannot be negative.", fix=fix)
 
 
 def kind_of(key: str) -> str | None:
@@ -144,7 +144,7 @@ def refuse_changes(folder: Path, changes: Iterable[Change], resume: Resume) -> N
     if not refused:
         return
     options = " ".join(f"--allow {key}" for key in dict.fromkeys(change.key for change in refused))
-    message = f"{folder} was begun with other settings: {', '.join(map(str, refused))}."
+    message = f"{folder} was started with other settings: {', '.join(map(str, refused))}."
     raise fail(
         "C006",
         "output",

@@ -78,7 +78,10 @@ class Trackers:
             except Exception as error:
                 if step == 0:
                     raise _not_started(name, error) from error
-                self._warn(name, f"did not start, so it gets nothing of this part: {describe_error(error)}")
+                self._warn(
+                    name,
+                    f"did not start and gets no metrics until the run is restarted: {describe_error(error)}",
+                )
                 continue
             skip_to = -1 if is_new or run_id is None or tracker.takes_steps_again else last_step
             self._all.append(_Tracked(name, tracker, skip_to))
@@ -122,7 +125,9 @@ class Trackers:
         for each in everyone:
             if each.pending:
                 left = len(each.pending)
-                self._warn(each.name, f"did not take the last {left} messages; metrics.jsonl has every step")
+                self._warn(
+                    each.name, f"did not accept the last {left} messages; metrics.jsonl has every step"
+                )
 
     def _send_alerts(self, everyone: list[_Tracked] | None = None) -> None:
         for event in self._events.read():
@@ -142,7 +147,7 @@ class Trackers:
             except Exception as error:
                 each.retry_at = time.monotonic() + _RETRY_S
                 if not each.is_down:
-                    self._warn(each.name, f"failed, and is tried again every minute: {describe_error(error)}")
+                    self._warn(each.name, f"failed; it is retried every minute: {describe_error(error)}")
                 each.is_down = True
             else:
                 each.is_down = False
@@ -196,7 +201,7 @@ def _read_state(folder: Path) -> dict[str, Any]:
 
 def _not_started(name: str, error: Exception) -> Exception:
     message = f"the tracker {name!r} could not be started: {describe_error(error)}."
-    fix = f"repair that, or take {name!r} out of output.trackers"
+    fix = f"fix this, or remove {name!r} from output.trackers"
     return fail("C007", "output", message, fix=fix)
 
 

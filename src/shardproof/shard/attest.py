@@ -54,9 +54,9 @@ class Held:
 
 
 def attest(target: ShardedModel | nn.Module, optimizer: torch.optim.Optimizer | None = None) -> list[Finding]:
-    """Everything wrong with a sharded or replicated module, the same list on every rank. Never raises.
+    """A list of everything that is wrong with a sharded or replicated module, equal on every rank. Never raises.
 
-    Collective: every rank. The module may be FSDP1, FSDP2, DDP or plain, loaded by this project or not.
+    Collective: every rank. The module may be FSDP1, FSDP2, DDP or plain, and need not be loaded by shardproof.
     """
     init_distributed()
     offloaded = share_findings(_offloaded(target)) if isinstance(target, ShardedModel) else []

@@ -72,7 +72,7 @@ def load(
     compile: bool | None = None,
     progress: bool = True,
 ) -> ShardedModel:
-    """A sharded model: this rank read exactly its own shard, wrote each element once, and attested it.
+    """A sharded model: this rank has read its own shard, written each element exactly once, and checked the result.
 
     `source` is a folder or hub id with safetensors, or `RandomInit(config, seed)`. Raises the same error on every rank.
     With `reshard_after_forward=False` parameters are gathered once per step, and held until its last backward pass.

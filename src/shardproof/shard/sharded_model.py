@@ -26,7 +26,7 @@ from shardproof.shard.torch_private import clean_name, reshard
 
 @dataclass(frozen=True)
 class LoadReceipt:
-    """What a load cost on this rank, and who wrote what."""
+    """What a load cost on this rank, and where its tensors came from."""
 
     seconds: float
     bytes_read: int
@@ -50,7 +50,7 @@ class LoadReceipt:
 
 @dataclass(eq=False)
 class ShardedModel:
-    """What `load` returns: a sharded model, and what is known about it on this rank."""
+    """A sharded model that `load` returned, and what this rank knows about it."""
 
     module: nn.Module  # the FSDP root
     model: PreTrainedModel  # the Hugging Face model inside it
@@ -95,7 +95,7 @@ class ShardedModel:
         return self.settings.sequence_parallel
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters under their Hugging Face names, tied ones once, without any wrapper's prefix."""
+        """Parameters under their Hugging Face names, without prefixes of wrappers; tied parameters appear once."""
         reshard(self.module)
         for name, param in self.module.named_parameters():
             yield clean_name(name).removeprefix(ROOT_PREFIX), param
@@ -107,7 +107,7 @@ class ShardedModel:
         return [param for param in self.parameters() if param.requires_grad]
 
     def local_shards(self) -> list[LocalShard]:
-        """This rank's shards of every parameter, in the inventory's order, from host memory while offloaded."""
+        """This rank's shards of every parameter, in the model's order; while offloaded, the copies in host memory."""
         if self.offloaded is not None:
             return self.offloaded.shards
         shards = fsdp1_shards(self.module) if self.strategy == FSDP1 else fsdp2_shards(self.module)
@@ -115,7 +115,7 @@ class ShardedModel:
         return [by_name[info.name] for info in self.inventory.parameters]
 
     def persistent_buffers(self) -> dict[str, torch.Tensor]:
-        """Buffers that belong to the checkpoint, whole on every rank."""
+        """Buffers that are saved in checkpoints; every rank holds them whole."""
         buffers = {clean_name(name): buffer for name, buffer in self.model.named_buffers()}
         return {info.name: buffers[info.name].detach() for info in self.inventory.persistent_buffers}
 
@@ -141,7 +141,7 @@ class ShardedModel:
             )
 
     def offload(self, optimizer: torch.optim.Optimizer | None = None) -> OffloadReceipt:
-        """Move parameters and optimizer state to pinned host memory until `onload`; says what moved, or why not."""
+        """Move parameters and optimizer state to pinned host memory; the receipt says what moved, or why nothing did."""
         self.before_change()
         if self.offloaded is not None:
             return OffloadReceipt(0, "already offloaded")
@@ -158,7 +158,7 @@ class ShardedModel:
         return OffloadReceipt(self.offloaded.num_bytes, "moved to pinned host memory")
 
     def onload(self) -> OffloadReceipt:
-        """Bring what `offload` moved back to the device, bit for bit."""
+        """Move everything that `offload` moved back to the device, bit for bit."""
         if self.offloaded is None:
             return OffloadReceipt(0, "not offloaded")
         num_bytes = self.offloaded.num_bytes

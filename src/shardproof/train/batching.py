@@ -174,10 +174,10 @@ def check_batch(batch: Batch, *, vocabulary: int, max_length: int | None) -> Non
 
 
 def weigh(batch: Batch, how: str = "token_mean", *, constant: float | None = None, share: int = 1) -> Batch:
-    """The batch with a `weights` column, computed once over the global batch, so that no split of it can matter.
+    """The batch with a `weights` column, computed over the global batch, so that splitting it changes nothing.
 
     `token_mean` gives every counted token of all ranks the same weight (DAPO), `sequence_mean` every sequence
-    (GRPO), `constant` divides by a number of your own (Dr. GRPO). `share` ranks hold each sequence (sequence
+    (GRPO), `constant` divides by a number that you choose (Dr. GRPO). `share` ranks hold each sequence (sequence
     parallelism). The weights of the first two sum to 1 over the global batch.
 
     Collective: every rank.

@@ -26,7 +26,7 @@ LossFunction = Callable[[Scored, Columns], tuple[torch.Tensor, dict[str, torch.T
 
 @dataclass(frozen=True)
 class Loss:
-    """A loss: its function returns (loss of each token, {metric: value of each token})."""
+    """A loss, whose function returns (loss per token, {metric: value per token})."""
 
     name: str
     function: LossFunction

@@ -51,13 +51,13 @@ def make_optimizer(
     name: str = "adamw",
     **options: Any,
 ) -> torch.optim.Optimizer:
-    """An optimizer over the trainable parameters; norms, biases and other vectors do not decay.
+    """An optimizer of the trainable parameters; norms, biases and other vectors have no weight decay.
 
-    `name` is "adamw", "muon", or a class or function of your own as `module:name`, which is called as
+    `name` is "adamw", "muon", or your own class or function as `module:name`, which is called as
     `name(groups, lr=lr, **options)`, with betas if it has such a parameter; the groups carry their weight_decay. "muon"
     takes `momentum`, `nesterov`, `ns_steps` and `adjust_lr` as options.
 
-    FSDP1 shows every parameter as a vector, so what decays is decided by the shape of the whole tensor.
+    FSDP1 turns every parameter into a vector, so the shape of the whole tensor decides whether it decays.
     """
     ranges = {shard.name: shard.flat_range for shard in policy.local_shards()}
     shapes = {info.name: info.shape for info in policy.inventory.parameters}
@@ -182,7 +182,7 @@ def make_schedule(
     total_steps: int | None = None,
     final_ratio: float = 0.0,
 ) -> LambdaLR:
-    """Linear warm-up, then a constant rate, or a cosine that reaches `final_ratio` of it at `total_steps`."""
+    """A schedule: linear warm-up, then a constant rate or a cosine that ends at `final_ratio` of it at `total_steps`."""
     choose("schedule", "kind", kind, SCHEDULES)
     require_number("schedule", "warmup_steps", warmup_steps, at_least=0)
     require_number("schedule", "final_ratio", final_ratio, at_least=0, at_most=1)

@@ -57,7 +57,7 @@ def logprobs(
     entropy: bool = False,
     micro_batch_tokens: int = _DEFAULT_TOKENS,
 ) -> list[torch.Tensor] | tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """log p(token t + 1 | tokens <= t) of this rank's sequences, without gradients; with `entropy`, entropies too.
+    """Log-probs of this rank's tokens, given the tokens before them, without gradients; with `entropy`, entropies too.
 
     A sequence of n tokens gives n - 1 values. `adapters=False` scores with the LoRA base. A value that is not finite
     raises on every rank, naming role, rank and position.

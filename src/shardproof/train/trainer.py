@@ -50,7 +50,7 @@ class StepResult:
 class Trainer:
     """Updates a model through its optimizer and learning-rate schedule.
 
-    `state` is what training has found out about the model; all trainers of one model, `train_step`, `logprobs` and
+    `state` caches what training has measured of the model; all trainers of one model, `train_step`, `logprobs` and
     `values` share it.
     """
 
@@ -77,7 +77,7 @@ class Trainer:
         """Apply one update from one global batch, or leave everything as it was.
 
         The loss is sum(weight * token_loss) over the global batch; without a `weights` column every counted token
-        weighs the same. A loss or gradient that is not finite anywhere makes every rank skip.
+        weighs the same. If a loss or gradient is not finite on any rank, all ranks skip the update.
 
         Collective: every rank of the model's mesh.
         """

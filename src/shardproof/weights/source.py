@@ -28,7 +28,7 @@ CONFIG_NAME = "config.json"
 
 @dataclass(frozen=True)
 class RandomInit:
-    """Weights drawn from `seed` as the model's own initialisation asks, the same at every world size and strategy."""
+    """Random weights from the model's own initialisation and `seed`, equal for every world size and strategy."""
 
     config: PretrainedConfig
     seed: int = 0

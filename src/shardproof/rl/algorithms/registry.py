@@ -51,7 +51,7 @@ def make_algorithm(settings: Settings, rollout: Rollout) -> Algorithm:
     known = {"ref_logps", "old_logps"} | ({"values"} if algorithm.spec.has_critic else set())
     unknown = sorted(algorithm.columns - known)
     if unknown:
-        message = f"algorithm {settings.name!r}: nothing can score the column {unknown[0]!r}."
+        message = f"algorithm {settings.name!r}: no model computes the column {unknown[0]!r}."
         raise fail("C001", "algorithm", message, fix=f"use {', '.join(sorted(known))}")
     return algorithm
 

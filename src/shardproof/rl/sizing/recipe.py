@@ -250,7 +250,7 @@ class _Counter:
                 "an environment's replies are not counted: pass the longest conversation as --prompt-tokens"
             )
         if recipe.rollout.engine not in ("embedded", "sharded", "vllm") and _samples(recipe):
-            found.append(f"the engine {recipe.rollout.engine!r} is yours: its memory is not counted")
+            found.append(f"the memory of your own engine {recipe.rollout.engine!r} is not counted")
         return found
 
 
