@@ -106,6 +106,15 @@ def test_a_terminal_has_a_spinner_and_a_bar_and_warnings_above_them(monkeypatch)
     assert written[0].count("\x1b[?25l") <= written[0].count("\x1b[?25h"), "the cursor is shown again"
 
 
+def test_long_lines_reach_a_terminal_unbroken_so_that_commands_can_be_copied(monkeypatch):
+    command = "shardproof train recipe.toml " + " ".join(f"section.key{number}=value" for number in range(9))
+    with standard_error(monkeypatch) as written, attached() as terminal:
+        terminal.show(f"Next:    {command}")
+        logger.warning("later: %s", command)
+    lines = plain(written[0]).splitlines()
+    assert f"Next:    {command}" in lines and f"warning: later: {command}" in lines
+
+
 def test_a_rank_that_does_not_own_the_live_line_clears_it_first(monkeypatch):
     with standard_error(monkeypatch) as written, attached(rank=1):
         logger.warning("late")
