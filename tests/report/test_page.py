@@ -293,7 +293,7 @@ def test_what_failed_before_a_resume_stays_in_sight(tab, tmp_path):
     write_lines(folder / "events.superseded.jsonl", earlier)
     open_run(tab, folder)
     assert "failed" not in tab.text("#ledger h2")
-    titles = [f"{title}: 1" for title in ("Upload", "Failed in steps that were taken again")]
+    titles = [f"{title}: 1" for title in ("Upload", "Failed in steps that were repeated later")]
     assert tab.texts("#alerts .alert summary b")[-2:] == titles
 
 

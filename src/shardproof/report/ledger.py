@@ -65,21 +65,22 @@ def alerts_of(events: Sequence[Record], earlier: Sequence[Record] = ()) -> list[
     """
     failed = _failed_proofs(events)
     alerts = [_alert("failed", "bad", "Failed proofs", failed)] if failed else []
-    named = "\n".join(str(event.get("text")) for event in failed)
     for kind, (tone, title) in ALERTS.items():
         found = [event for event in events if event.get("kind") == kind]
-        # A failed proof that ended the run is also a finding, in the same words.
-        found = [event for event in found if str(event.get("text")) not in named]
+        found = _not_said(found, failed) if kind == "finding" else found
         if found:
             alerts.append(_alert(kind, tone, title, found))
     proofs = _failed_proofs(earlier)
-    named = "\n".join(str(event.get("text")) for event in proofs)
-    ended = [
-        event for event in earlier if event.get("kind") == "finding" and str(event.get("text")) not in named
-    ]
+    ended = _not_said([event for event in earlier if event.get("kind") == "finding"], proofs)
     if proofs or ended:
-        alerts.append(_alert("earlier", "warn", "Failed in steps that were taken again", [*proofs, *ended]))
+        alerts.append(_alert("earlier", "warn", "Failed in steps that were repeated later", [*proofs, *ended]))
     return alerts
+
+
+def _not_said(findings: Sequence[Record], failed: Sequence[Record]) -> list[Record]:
+    """The findings without those that ended the run as failed proofs: a proof has them in the same words."""
+    said = "\n".join(["", *(str(event.get("text")) for event in failed), ""])
+    return [event for event in findings if f"\n{event.get('text')}\n" not in said]
 
 
 def _failed_proofs(events: Sequence[Record]) -> list[Record]:
