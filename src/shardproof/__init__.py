@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from shardproof.version import __version__
 
 # Public names and the modules they live in; resolved on first use so that `import shardproof` stays light.
 _EXPORTS = {
