@@ -78,6 +78,14 @@ def test_a_run_that_never_owned_its_folder_says_little(run, tmp_path):
     assert run.footer() == []
 
 
+def test_a_part_begins_at_the_checkpoint_that_it_resumes_from(run, tmp_path):
+    assert Part.begin(run.recipe).first_step == 4
+    assert Part.begin(run.recipe, from_step=2).first_step == 2, "steps 3 and 4 are computed again"
+    (tmp_path / "checkpoints" / "step-00000004").rmdir()
+    (tmp_path / "checkpoints" / "superseded-step-00000004").mkdir()
+    assert Part.begin(run.recipe).first_step == 0
+
+
 def test_damaged_lines_cost_no_footer(run, tmp_path):
     (tmp_path / "metrics.jsonl").write_bytes(b'\xff\n{"step": 3, "metrics": {"time/rollout": null}}\n')
     (tmp_path / "events.jsonl").unlink()

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 _PARTS = ("rollout", "update", "sync", "evaluation")  # metrics of steps, as time/...
 
+_STEP = "step-"  # and the number: a checkpoint's folder
 _MIN_SHARE = 0.005  # of the time; what took less is not shown
 
 
@@ -34,10 +35,12 @@ class Part:
     started: float = field(default_factory=time.time)
 
     @classmethod
-    def begin(cls, recipe: Recipe) -> Part:
-        """The part of a run that starts now."""
-        steps = (line["step"] for line in _read(recipe, "metrics.jsonl"))
-        return cls(recipe, max(steps, default=0))
+    def begin(cls, recipe: Recipe, from_step: int | None = None) -> Part:
+        """The part of a run that starts now, from this step's checkpoint or the newest."""
+        if from_step is None:
+            saved = _checkpoints(Path(recipe.output.folder))
+            from_step = int(saved[-1].name.removeprefix(_STEP)) if saved else 0
+        return cls(recipe, from_step)
 
     def footer(self, interrupted: bool = False) -> list[str]:
         """The lines to end with, after a signal or not; few if the run never came to own its folder."""
@@ -102,8 +105,13 @@ def _outcome(folder: Path, status: Any, step: int, recipe: Recipe) -> str:
         return f"Finished {step} steps.{_learned(recipe)}"
     how = "Stopped" if status == "stopped" else "Failed"
     when = f"after step {step}" if step else "before the first step was complete"
-    saved = sorted(path.name for path in (folder / "checkpoints").glob("step-*"))
-    return f"{how} {when}. Last checkpoint: {folder / 'checkpoints' / saved[-1] if saved else 'none'}"
+    saved = _checkpoints(folder)
+    return f"{how} {when}. Last checkpoint: {saved[-1] if saved else 'none'}"
+
+
+def _checkpoints(folder: Path) -> list[Path]:
+    """The folders of a run's checkpoints, the newest last."""
+    return sorted((folder / "checkpoints").glob(f"{_STEP}[0-9]*"))
 
 
 def _learned(recipe: Recipe) -> str:

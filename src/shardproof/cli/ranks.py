@@ -31,7 +31,7 @@ def launch(recipe: Recipe, options: Options, terminal: Terminal) -> None:
     Signals reach the ranks through the agent, which waits until they have saved.
     """
     num_ranks = count_ranks(recipe)
-    part = Part.begin(recipe)
+    part = Part.begin(recipe, options.from_step)
     logger.info("starting %d rank%s ...", num_ranks, "s" * (num_ranks > 1))
     terminal.pause()  # rank 0 draws from here on
     code = start_and_wait(recipe, options, num_ranks, run_rank)
@@ -90,7 +90,7 @@ def run_under_torchrun(recipe: Recipe, options: Options, terminal: Terminal) -> 
     """Run the rank that this process is, and end with the footer of the run on rank 0."""
     from shardproof.config.load import to_json
 
-    part, code = Part.begin(recipe), 0
+    part, code = Part.begin(recipe, options.from_step), 0
     try:
         run_attached(to_json(recipe), options, terminal)
     except SystemExit as end:
