@@ -53,7 +53,7 @@ def refused(num_ranks: int, function: Any, *args: Any) -> str:
 def test_another_recipe_on_one_rank_is_refused_with_key_rank_and_values(tmp_path, override, said):
     recipes = [small_recipe(tmp_path, *ONE_STEP), small_recipe(tmp_path, *ONE_STEP, override)]
     message = refused(2, run_one_of, recipes)
-    assert "ranks have different recipe" in message and said in message
+    assert "ranks do not have the same recipe" in message and said in message
     assert not tmp_path.exists() or not list(tmp_path.iterdir()), "nothing has begun"
 
 
@@ -71,7 +71,7 @@ def test_other_data_on_one_rank_is_refused(tmp_path):
         paths.append(write_rows(tmp_path / "other" / "rows.jsonl", other))
         recipes = [small_recipe(tmp_path / "run", *ONE_STEP, f"data.train={path}") for path in paths]
         message = refused(2, run_one_of, recipes)
-        assert f"ranks have different data: data.train is {len(other)} rows, sha256 " in message
+        assert f"ranks do not have the same data: data.train is {len(other)} rows, sha256 " in message
         assert "the same data" in message
 
 
@@ -95,7 +95,7 @@ def test_another_reward_of_the_same_name_on_one_rank_is_refused(tmp_path):
         )
     recipe = small_recipe(tmp_path / "run", *ONE_STEP, "reward.functions=[{name='node_rewards:f'}]")
     message = refused(2, run_with_rewards, recipe, folders)
-    assert "ranks have different rewards: source of node_rewards:f is " in message
+    assert "ranks do not have the same rewards: source of node_rewards:f is " in message
 
 
 def test_sources_of_users_algorithms_are_part_of_what_ranks_compare():
@@ -120,7 +120,7 @@ def test_other_code_on_one_rank_is_refused(tmp_path):
     shutil.copytree(agreement.PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
     recipe = small_recipe(tmp_path / "run", *ONE_STEP)
     (package / "rl" / "advantages.py").write_text("negated = True\n")
-    assert "ranks have different code: shardproof is " in refused(2, run_with_code, recipe, package)
+    assert "ranks do not have the same code: shardproof is " in refused(2, run_with_code, recipe, package)
 
 
 def run_with_version(recipe: str, version: str) -> dict[str, float]:
@@ -134,7 +134,7 @@ def run_with_version(recipe: str, version: str) -> dict[str, float]:
 
 def test_another_version_on_one_rank_is_named_as_what_it_is(tmp_path):
     message = refused(2, run_with_version, small_recipe(tmp_path, *ONE_STEP), "5.0.0")
-    said = f"ranks have different versions: transformers is 5.0.0 on rank 1, {transformers.__version__} on rank 0."
+    said = f"ranks do not have the same versions: transformers is 5.0.0 on rank 1, {transformers.__version__} on rank 0."
     assert said in message and "install the same versions on every node" in message
 
 
@@ -159,7 +159,7 @@ def test_what_differs_on_many_ranks_or_in_many_keys_is_said_shortly():
     run_ranks(3, compare, [{"recipe/a": "1"}] * 3)
     long = {f"recipe/key{n}": "x" * 500 for n in range(20)}
     message = refused(3, compare, [long, long, {"versions/torch": "1"}])
-    assert message.index("different versions: torch is 1 on rank 2, missing on ranks 0, 1") < message.index(
+    assert message.index("the same versions: torch is 1 on rank 2, missing on ranks 0, 1") < message.index(
         "key0"
     )
     assert "and 12 more" in message and len(message) < 3000

@@ -161,7 +161,7 @@ def test_a_damaged_checkpoint_is_a_red_resume_that_is_named_once(tmp_path):
     damaged = next((tmp_path / "checkpoints" / "step-00000002").glob("*.bin"))
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
     first, second = run_ranks(2, caught, small_recipe(tmp_path, "train.steps=3", *overrides))
-    assert first == second and "--from STEP; there are steps 1" in first
+    assert first == second and "--from STEP; available steps: 1" in first
     *_, failed = proofs_of(tmp_path)
     assert (failed["proof"], failed["passed"], failed["text"]) == ("resume", False, first)
     alerts = alerts_of(lines(tmp_path / "events.jsonl"))

@@ -178,7 +178,7 @@ def test_a_damaged_checkpoint_is_named_with_the_older_ones(folder):
         path.write_bytes(b"")
     outcomes = run_ranks_outcomes(2, run_recipe, recipe_of(folder, "train.steps=4"))
     assert [outcome[:2] for outcome in outcomes] == [("error", "ExportFault")] * 2
-    assert "step-00000003" in outcomes[0][2] and "--from STEP; there are steps 2, 1" in outcomes[0][2]
+    assert "step-00000003" in outcomes[0][2] and "--from STEP; available steps: 2, 1" in outcomes[0][2]
     (found,) = run_ranks(1, run_with, recipe_of(folder, "train.steps=3"), (), 2)
     assert found["version"] == 3.0
 

@@ -168,10 +168,10 @@ ANSWER = Trajectory.of_prompt((1, 2))
 @pytest.mark.parametrize(
     ("tickets", "polls", "said"),
     [
-        ([0], [], "gave 1 tickets for 2 requests"),
-        ([0, 1], [[(0, ANSWER)], [(5, ANSWER)]], "answered ticket 5, which nothing waits for"),
-        ([0, 1], [[(0, ANSWER)], [(0, ANSWER)]], "answered ticket 0, which nothing waits for"),
-        ([0, 1], [[(0, "text")]], "answered a str, not a Trajectory"),
+        ([0], [], "returned 1 tickets for 2 requests"),
+        ([0, 1], [[(0, ANSWER)], [(5, ANSWER)]], "answered ticket 5, which was not requested"),
+        ([0, 1], [[(0, ANSWER)], [(0, ANSWER)]], "answered ticket 0, which was not requested"),
+        ([0, 1], [[(0, "text")]], "answered with a str, not a Trajectory"),
         ([0, 1], [[], [(1, ANSWER)]], "is not busy, but 1 of 2 requests have no answer"),
     ],
 )

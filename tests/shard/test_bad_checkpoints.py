@@ -274,7 +274,7 @@ def test_renamed_tensor_is_listed_with_the_nearest_name(copy):
     edit_tensors(copy, UP, lambda tensors: tensors.update({renamed: tensors.pop(UP)}))
     message = assert_all_raise(run_ranks_outcomes(2, load_from, copy), "L104")
     assert f"'{UP}' (nearest: '{renamed}')" in message
-    assert f"L105 map: 1 unexpected: '{renamed}' (nearest: '{UP}')" in message
+    assert f"L105 map: 1 unexpected tensor: '{renamed}' (nearest: '{UP}')" in message
 
 
 def test_long_list_of_missing_tensors_is_cut(copy):

@@ -59,7 +59,7 @@ def test_range_written_once_is_clean(start, stop, writes):
 def test_gap_is_named(writes, first):
     (finding,) = ledger_of(2, 10, writes).findings(rank=3)
     assert (finding.code, finding.rank, finding.tensor) == ("S201", 3, "w")
-    assert f"from {first} on are not written" in finding.message
+    assert f"from {first} on were not written" in finding.message
     assert "[2, 10)" in finding.message
 
 
@@ -76,7 +76,7 @@ def test_gap_is_named(writes, first):
 def test_overlap_is_named(writes, first):
     (finding,) = ledger_of(2, 10, writes).findings(rank=1)
     assert (finding.code, finding.rank, finding.tensor) == ("S202", 1, "w")
-    assert f"from {first} on are written twice" in finding.message
+    assert f"from {first} on were written twice" in finding.message
 
 
 @pytest.mark.parametrize(
@@ -84,9 +84,13 @@ def test_overlap_is_named(writes, first):
     [
         ([((2, 4), (0, 3), (1, 5))], None, ""),
         ([((2, 3), (0, 3), (1, 5)), ((3, 4), (0, 3), (1, 5))], None, ""),
-        ([((2, 4), (0, 3), (1, 3)), ((2, 4), (0, 3), (4, 5))], "S201", "from (2, 0, 3) on are not written"),
-        ([((2, 4), (0, 3), (1, 4)), ((2, 4), (0, 3), (3, 5))], "S202", "from (2, 0, 3) on are written twice"),
-        ([((2, 4), (0, 3), (1, 6))], "S202", "from (2, 0, 5) on are written twice"),
+        ([((2, 4), (0, 3), (1, 3)), ((2, 4), (0, 3), (4, 5))], "S201", "from (2, 0, 3) on were not written"),
+        (
+            [((2, 4), (0, 3), (1, 4)), ((2, 4), (0, 3), (3, 5))],
+            "S202",
+            "from (2, 0, 3) on were written twice",
+        ),
+        ([((2, 4), (0, 3), (1, 6))], "S202", "from (2, 0, 5) on were written twice"),
     ],
 )
 def test_boxes_of_experts_rows_and_columns(writes, code, message):

@@ -624,7 +624,7 @@ def test_scores_that_are_not_finite(role, what):
     name = "model.layers.0.mlp.down_proj.weight"
     outcomes = run_ranks_outcomes(2, score_with_bad_weight, role, 1, name, 5)
     assert_all_raise(
-        outcomes, "T301", "rank 0", "rank 1", f"{what} nan of the {role}", "in sequence 0 at position 0",
+        outcomes, "T301", "rank 0", "rank 1", f"{what} of the {role} in sequence 0 at position 0 is nan",
         kind="TrainFault",
     )  # fmt: skip
 

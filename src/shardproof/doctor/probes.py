@@ -180,7 +180,7 @@ def probe_score(patient: Patient) -> Outcome:
     if not patient.layout.packing:
         found = scoring_of(policy)
         training_state(policy).scoring = Scoring(
-            None if found.packed else found.attention, found.chunked, "as asked: one by one"
+            None if found.packed else found.attention, found.chunked, "--no-packing"
         )
     critic = policy.role == CRITIC
     mine = values(policy, patient.my_sequences) if critic else logprobs(policy, patient.my_sequences)

@@ -90,7 +90,7 @@ def require_agreement(mine: Mapping[str, str]) -> None:
         if odd:
             said = [_describe(key.partition("/")[2], [row.get(key) for row in rows]) for key in odd]
             more = f" and {len(said) - _MAX_KEYS} more" if len(said) > _MAX_KEYS else ""
-            message = f"ranks have different {kind}: {'; '.join(said[:_MAX_KEYS])}{more}."
+            message = f"ranks do not have the same {kind}: {'; '.join(said[:_MAX_KEYS])}{more}."
             findings.append(Finding("C003", "settings", message, fix=fix))
     raise error_for(findings)
 

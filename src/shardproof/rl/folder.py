@@ -269,7 +269,7 @@ def _naming_older(steps: Sequence[int]) -> Iterator[None]:
         older = ", ".join(map(str, reversed(steps[:-1])))
         if not older or error.code not in _DAMAGED:
             raise
-        fix = f"take an older checkpoint with --from STEP; there are steps {older}"
+        fix = f"resume from an older checkpoint with --from STEP; available steps: {older}"
         raise error_for([replace(finding, fix=fix) for finding in error.findings]) from error
 
 

@@ -102,13 +102,15 @@ def answers(
         fix = "poll it until it is not busy"
         raise fail("R501", "generate", "the engine still has other requests to answer.", fix=fix)
     tickets = engine.submit(requests, sampling)
-    _require(len(tickets) == len(requests), f"gave {len(tickets)} tickets for {len(requests)} requests")
+    _require(len(tickets) == len(requests), f"returned {len(tickets)} tickets for {len(requests)} requests")
     waiting = {ticket: index for index, ticket in enumerate(tickets)}
     while engine.busy:
         ready = engine.poll()
         for ticket, found in ready:
-            _require(ticket in waiting, f"answered ticket {ticket!r}, which nothing waits for")
-            _require(isinstance(found, Trajectory), f"answered a {type(found).__name__}, not a Trajectory")
+            _require(ticket in waiting, f"answered ticket {ticket!r}, which was not requested")
+            _require(
+                isinstance(found, Trajectory), f"answered with a {type(found).__name__}, not a Trajectory"
+            )
         yield [(waiting.pop(ticket), trajectory) for ticket, trajectory in ready]
     _require(not waiting, f"is not busy, but {len(waiting)} of {len(requests)} requests have no answer")
 

@@ -33,7 +33,7 @@ def watch(trainer: int, command: list[str]) -> int:
     asked: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
     if os.getppid() != trainer:
-        sys.exit("the trainer was gone before its vLLM server started")
+        sys.exit("the trainer exited before its vLLM server started")
     server = subprocess.Popen(command, preexec_fn=_die_with_parent)
     # A process that loses its parent gets another one. (A signal at the parent's death would come too early: it is
     # sent when the thread ends that started this program.)

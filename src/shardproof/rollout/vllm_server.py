@@ -81,7 +81,7 @@ def check_settings(settings: VllmSettings) -> None:
         fix = "use 127.0.0.1, or set rollout.vllm.allow_remote=true on a network that you trust"
         raise fail("C001", "rollout", message, fix=fix)
     warnings.warn(
-        f"the vLLM server at {host!r} can be reached from other machines; whoever reaches it can replace its weights "
+        f"the vLLM server at {host!r} can be reached from other machines; anyone who can connect can replace its weights "
         "and call any method of its workers.",
         stacklevel=2,
     )

@@ -56,7 +56,7 @@ class Ledger:
                 what = "not written"
                 if wrong.found > wrong.expected:
                     code, what = "S202", "written twice"
-                message = f"elements of {name!r} from {first} on are {what}; this rank holds {describe_boxes(boxes)}."
+                message = f"elements of {name!r} from {first} on were {what}; this rank holds {describe_boxes(boxes)}."
             found.append(Finding(code, "materialise", message, rank=rank, tensor=name))
         return found
 

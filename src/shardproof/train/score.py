@@ -139,7 +139,7 @@ def _check_finite(policy: ShardedModel, what: str, rows: list[torch.Tensor]) -> 
             bad = torch.nonzero(~torch.isfinite(row)).flatten()
             if len(bad):
                 message = (
-                    f"{what} {float(row[bad[0]])} of the {policy.role} in sequence {index} at position {int(bad[0])}; "
+                    f"{what} of the {policy.role} in sequence {index} at position {int(bad[0])} is {float(row[bad[0]])}; "
                     f"{len(bad)} of {len(row)} are not finite."
                 )
                 findings.append(Finding("T301", "score", message, rank=dist.get_rank()))

@@ -142,7 +142,7 @@ class Trainer:
             problem, cause = f"{type(error).__name__}: {error}", error
         for rank, said in enumerate(exchange(problem)):
             if said is not None:
-                message = f"the optimizer's step failed ({said}); other ranks have taken theirs, so the ranks' weights no longer match."
+                message = f"the optimizer's step failed ({said}); other ranks have completed theirs, so the ranks' weights no longer match."
                 fix = "remove the cause, then load the model again and resume from the last checkpoint"
                 raise fail("T309", "train_step", message, rank=rank, fix=fix) from cause
 

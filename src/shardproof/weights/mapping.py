@@ -300,7 +300,7 @@ def check_coverage(
         for source in checkpoint_map.sources(name):
             if _kind(tensors[source].dtype) != _kind(dtype):
                 found = f"{source!r} holds {tensors[source].dtype} in the checkpoint"
-                message = f"{found}, and the model's {name!r} is {dtype}: no conversion keeps its meaning."
+                message = f"{found}, but the model's {name!r} is {dtype}: there is no safe conversion."
                 findings.append(Finding("L106", "map", message, tensor=name))
                 break
         boxes = checkpoint_map.boxes.get(name)
@@ -331,4 +331,4 @@ def _listing(kind: str, names: list[str], others: list[str]) -> str:
         near = nearest(name, others)
         lines.append(f"{name!r}" + (f" (nearest: {near[0]!r})" if near else ""))
     more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-    return f"{len(names)} {kind}: {', '.join(lines)}{more}."
+    return f"{len(names)} {kind} tensor{'s' * (len(names) > 1)}: {', '.join(lines)}{more}."

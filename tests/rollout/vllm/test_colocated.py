@@ -244,7 +244,7 @@ def test_a_setting_that_cannot_work_is_refused(settings, message):
 
 
 def test_an_address_for_other_machines_is_allowed_and_warned_of():
-    with pytest.warns(UserWarning, match="whoever reaches it can replace its weights"):
+    with pytest.warns(UserWarning, match="anyone who can connect can replace its weights"):
         check_settings(VllmSettings(mode="server", host="0.0.0.0", allow_remote=True))
     check_settings(VllmSettings(mode="server", host="::1"))
     check_settings(VllmSettings(mode="server", url="unix:/run/vllm.sock"))

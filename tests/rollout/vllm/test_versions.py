@@ -187,6 +187,6 @@ ENDS = "import sys; sys.exit(7)"
 def test_the_servers_exit_code_is_passed_on():
     command = [sys.executable, "-m", "shardproof.rollout.vllm_child", "1"]
     done = subprocess.run(command, capture_output=True, text=True)
-    assert "the trainer was gone before its vLLM server started" in done.stderr
+    assert "the trainer exited before its vLLM server started" in done.stderr
     code = f"from shardproof.rollout.vllm_child import watch; import os, sys; sys.exit(watch(os.getppid(), [sys.executable, '-c', {ENDS!r}]))"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 7
