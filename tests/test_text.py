@@ -19,7 +19,7 @@ from shardproof.doctor.report import print_matrix, print_report
 from shardproof.doctor.results import Buffer, Examination, Report, Stage
 from shardproof.errors import fail
 from shardproof.findings import Finding
-from shardproof.text import sanitise_logging
+from shardproof.text import sanitise_logging, without_secrets
 from tests.shard.test_bad_checkpoints import edit_config, edit_json
 
 pytestmark = pytest.mark.fault
@@ -155,3 +155,39 @@ def test_log_lines_are_shown_and_not_obeyed():
         logger.removeHandler(handler)
     assert "a name: " in output.getvalue()
     assert_harmless(output.getvalue())
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        (["train", "--rdzv-id", "se cret", "a.toml"], ["train", "--rdzv-id", "...", "a.toml"]),
+        (["--rdzv-id=se cret"], ["--rdzv-id=..."]),
+        (["--api-key", "x", "--port", "1"], ["--api-key", "...", "--port", "1"]),
+        (
+            {"mlflow": {"tracking_uri": "https://me:pw@host/x"}},
+            {"mlflow": {"tracking_uri": "https://...@host/x"}},
+        ),
+        ({"api_key": "x", "hf_token": "y", "mode": "offline", "n": 1}, {"api_key": "...", "hf_token": "..."}),
+        (['o.tracker_options={a={api_key="x y"}, b=1}'], ["o.tracker_options={a={api_key=...}, b=1}"]),
+        (["output.tracker_options.wandb.api_key=x"], ["output.tracker_options.wandb.api_key=..."]),
+    ],
+)
+def test_secrets_are_hidden(given, shown):
+    rest = {"mode": "offline", "n": 1} if "mode" in given else {}
+    assert without_secrets(given) == (shown | rest if rest else shown)
+
+
+def test_what_is_no_secret_is_kept():
+    kept = [
+        "rollout.max_new_tokens=4",
+        "train.micro_batch_tokens=16384",
+        "http://host/a@b",
+        "",
+        "a token of it",
+    ]
+    assert without_secrets(kept) == kept
+    assert without_secrets({"tokens": "4", "a": None, "b": [1.5, True]}) == {
+        "tokens": "4",
+        "a": None,
+        "b": [1.5, True],
+    }

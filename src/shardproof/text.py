@@ -1,9 +1,11 @@
-"""Text on its way to a terminal: what others wrote, and durations."""
+"""Text on its way to a terminal or a file: what others wrote, durations, and what must stay secret."""
 
 from __future__ import annotations
 
 import logging
+import re
 import unicodedata
+from typing import Any
 
 # Cc: control characters, which begin escape sequences. Cs: halves of surrogate pairs, which no terminal can be sent.
 # Zl and Zp: line breaks that hide in a line.
@@ -11,6 +13,12 @@ _ESCAPED_CATEGORIES = {"Cc", "Cs", "Zl", "Zp"}
 # They change the order in which the text around them is shown.
 _BIDI_CONTROLS = set("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 _KEPT = set("\n\t")
+_SECRET = re.compile(r"(^|[_.-])(api_?key|token|password|secret|rdzv_?id)$", re.IGNORECASE)
+_INSIDE = re.compile(
+    r"((?:api[_-]?key|token|password|secret)[\"']?\s*[=:]\s*)(\"[^\"]*\"|'[^']*'|[^\s,}\"']+)", re.IGNORECASE
+)
+_LOGIN = re.compile(r"(?<=://)[^/@\s]+@")  # of an address
+_HIDDEN = "..."
 
 
 def printable(text: object, limit: int | None = None) -> str:
@@ -33,6 +41,27 @@ def duration(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60} min {whole % 60} s"
     return f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+def without_secrets(value: Any, name: str = "") -> Any:
+    """A setting, or a list of arguments, with passwords, tokens and logins in addresses replaced by dots."""
+    if isinstance(value, dict):
+        return {key: without_secrets(each, str(key)) for key, each in value.items()}
+    if isinstance(value, list):
+        names = ["", *(each if isinstance(each, str) and each.startswith("-") else "" for each in value)]
+        return [without_secrets(each, before) for each, before in zip(value, names)]
+    if not isinstance(value, str) or not value:
+        return value
+    if _is_secret(name):
+        return _HIDDEN
+    key, equals, _ = value.partition("=")
+    if equals and _is_secret(key):
+        return f"{key}={_HIDDEN}"
+    return _INSIDE.sub(rf"\1{_HIDDEN}", _LOGIN.sub(f"{_HIDDEN}@", value))
+
+
+def _is_secret(name: str) -> bool:
+    return _SECRET.search(name.replace("-", "_")) is not None
 
 
 class _PrintableRecord(logging.LogRecord):

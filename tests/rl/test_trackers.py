@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from shardproof.config.load import from_json, load_recipe
 from shardproof.errors import ConfigError
 from shardproof.rl import trackers as trackers_module
+from shardproof.rl.place import write_settings
 from shardproof.rl.trackers import STATE_NAME, Trackers, check_logins
 from tests.ranks import run_ranks
 from tests.rl.runs import TINY, lines, run_recipe, small_recipe
@@ -188,6 +190,60 @@ def test_a_tracker_that_stays_away_is_said_at_the_end(tmp_path, monkeypatch):
     part.step(1)
     part.trackers.close("failed")
     assert "metrics.jsonl has every step" in part.events[-1][2] and len(part.events) == 2
+
+
+class Choosy:
+    """A user's logger that refuses one step, whenever it is sent."""
+
+    closed = 0
+
+    def __init__(self, folder: Path):
+        pass
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        if step == 1:
+            raise ValueError("not this one")
+
+    def close(self) -> None:
+        type(self).closed += 1
+
+
+def test_a_tracker_is_closed_although_it_refused_something(tmp_path):
+    part = Part(from_json(small_recipe(tmp_path / "run", f"output.trackers=['{__name__}:Choosy']")))
+    part.step(1)
+    part.step(2)
+    part.trackers.close("finished")
+    assert Choosy.closed == 1 and "metrics.jsonl has every step" in part.events[-1][2]
+
+
+@pytest.mark.fault
+def test_a_line_that_a_full_disk_tore_ends_nothing(tmp_path):
+    part = Part(from_json(small_recipe(tmp_path / "run", f"output.trackers=['{FLAKY}']")))
+    for name in ("samples.jsonl", "events.jsonl"):
+        with (part.folder / name).open("a") as file:
+            file.write('{"step": 1, "text": "to\n[1]\n')
+    part.step(1)
+    shutil.rmtree(part.folder)
+    part.trackers.log(2, METRICS)
+    assert [step for step, _ in Flaky.got] == [1, 2]
+
+
+def test_no_file_and_no_tracker_gets_a_password(tmp_path, monkeypatch):
+    started: list[Any] = []
+    monkeypatch.setattr(
+        trackers_module, "SERVICES", {"mlflow": lambda start: started.append(start) or Silent()}
+    )
+    options = {"tracking_uri": "https://me:pw@host/"}
+    recipe = recipe_with(tmp_path / "run", "mlflow", mlflow=options)
+    Part(recipe)
+    assert dict(started[0].options) == options, "it needs them itself"
+    assert "me:pw" not in json.dumps(started[0].config)
+    write_settings(tmp_path / "run", recipe, {})
+    assert all("me:pw" not in path.read_text() for path in (tmp_path / "run").iterdir())
+
+
+class Silent:
+    run_id, takes_steps_again = None, True
 
 
 def test_a_tracker_that_cannot_start_stops_a_run_that_begins_and_no_other(tmp_path):

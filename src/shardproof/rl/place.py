@@ -26,9 +26,12 @@ from shardproof.rl.same_run import (
     refuse_changes,
     take_digests,
 )
+from shardproof.text import without_secrets
 
 SETTINGS_NAME = "config.json"
 CHECKPOINTS, CRITIC, MODEL, ADAPTER = "checkpoints", "critic", "model", "adapter"
+# What may hold passwords. A resume compares neither.
+_PRIVATE = (("output", "tracker_options"), ("rollout", "vllm"))
 _MARK = "shardproof"  # the key that tells a run's config.json from a model's
 # What people keep beside a run before it starts.
 _HARMLESS = (".log", ".txt", ".out", ".err", ".pid", ".toml", ".sh", ".md")
@@ -120,7 +123,10 @@ def read_state(folder: Path) -> State:
 def write_settings(folder: Path, recipe: Recipe, digests: Digests) -> None:
     """Note what the run in this folder is."""
     mark = {_MARK: {"format": 1, "digests": digests}}
-    write_atomic(folder / SETTINGS_NAME, json.dumps(mark | json.loads(to_json(recipe)), indent=2) + "\n")
+    settings = json.loads(to_json(recipe))
+    for section, key in _PRIVATE:
+        settings[section][key] = without_secrets(settings[section][key])
+    write_atomic(folder / SETTINGS_NAME, json.dumps(mark | settings, indent=2) + "\n")
 
 
 def checkpoint_steps(root: Path) -> tuple[int, ...]:

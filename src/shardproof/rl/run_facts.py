@@ -6,7 +6,6 @@ import importlib.metadata
 import json
 import os
 import platform
-import re
 import shlex
 import socket
 import subprocess
@@ -19,10 +18,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardproof import __version__
 from shardproof.config.defaults import differences_from_defaults
 from shardproof.config.schema import Recipe
 from shardproof.files import write_atomic
+from shardproof.text import without_secrets
+from shardproof.version import __version__
 
 FACTS_NAME = "run.json"
 COMMAND = "SHARDPROOF_COMMAND"  # the environment variable in which the launcher leaves its command line
@@ -34,7 +34,7 @@ def take_facts(recipe: Recipe) -> dict[str, Any]:
     return {
         "shardproof": __version__,
         "commit": _commit(),
-        "command": _without_secrets(os.environ.get(COMMAND) or shlex.join(sys.argv)),
+        "command": shlex.join(without_secrets(shlex.split(os.environ.get(COMMAND) or shlex.join(sys.argv)))),
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "host": socket.gethostname(),
         "python": platform.python_version(),
@@ -42,7 +42,7 @@ def take_facts(recipe: Recipe) -> dict[str, Any]:
         "hardware": _hardware(),
         "ranks": dist.get_world_size(),
         "nodes": int(os.environ.get("GROUP_WORLD_SIZE", "1")),
-        "changed": differences_from_defaults(recipe),
+        "changed": without_secrets(differences_from_defaults(recipe)),
     }
 
 
@@ -50,11 +50,6 @@ def write_facts(folder: Path, facts: Mapping[str, Any], status: str, step: int) 
     """Write `run.json`; `status` is "running", "finished", "stopped" or "failed"."""
     text = json.dumps({**facts, "status": status, "step": step}, indent=2, default=str)
     write_atomic(folder / FACTS_NAME, text + "\n")
-
-
-def _without_secrets(command: str) -> str:
-    """The command line without the secret that lets ranks of several hosts join."""
-    return re.sub(r"(--rdzv[-_]id[= ])\S+", r"\1...", command)
 
 
 def _version(package: str) -> str | None:

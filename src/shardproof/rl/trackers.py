@@ -6,6 +6,7 @@ later costs a warning, and what it did not take is kept and sent again.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import netrc
@@ -26,6 +27,7 @@ from shardproof.files import write_atomic
 from shardproof.findings import Finding
 from shardproof.rl.loggers import EVENTS_NAME, SAMPLES_NAME
 from shardproof.rl.tracker_services import SERVICES, Tracker, TrackerStart, UsersTracker
+from shardproof.text import without_secrets
 from shardproof.user_code import describe_error
 
 logger = logging.getLogger(__name__)
@@ -125,6 +127,9 @@ class Trackers:
         for each in everyone:
             if each.pending:
                 left = len(each.pending)
+                # What it refuses must not leave the run open there.
+                with contextlib.suppress(Exception):
+                    each.pending[-1]()
                 self._warn(
                     each.name, f"did not accept the last {left} messages; metrics.jsonl has every step"
                 )
@@ -167,18 +172,31 @@ class _Tail:
 
     def read(self) -> list[dict[str, Any]]:
         """The whole lines since the last call."""
-        if not self._path.is_file():
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                raw = file.read()
+        except OSError:  # the folder is gone or its disk does not answer: the run's own lines say so
             return []
-        with self._path.open("rb") as file:
-            file.seek(self._offset)
-            raw = file.read()
         whole = raw[: raw.rfind(b"\n") + 1]
         self._offset += len(whole)
-        return [json.loads(line) for line in whole.split(b"\n") if line.strip()]
+        # A full disk tears a line, and must not cost the run its last words.
+        return [line for each in whole.split(b"\n") if (line := _parsed(each)) is not None]
+
+
+def _parsed(raw: bytes) -> dict[str, Any] | None:
+    try:
+        line = json.loads(raw)
+    except ValueError:
+        return None
+    return line if isinstance(line, dict) else None
 
 
 def _make(name: str, recipe: Recipe, start: TrackerStart) -> Tracker:
-    given = {"config": json.loads(to_json(recipe)), "options": recipe.output.tracker_options.get(name, {})}
+    given = {
+        "config": without_secrets(json.loads(to_json(recipe))),
+        "options": recipe.output.tracker_options.get(name, {}),
+    }
     start = replace(start, **given)
     service = SERVICES.get(name)
     tracker: Tracker = UsersTracker(name, start) if service is None else service(start)
