@@ -23,8 +23,8 @@ COMPARED = {
     "load": "Every element that this rank holds was written exactly once, replicated tensors are equal on all ranks, "
     "and buffers equal what their modules compute from the config.",
     "resume": "Every byte of the checkpoint was compared with the checksum that was saved with it.",
-    "sync": "The engine's log-probs of a canary prompt were compared with the trainer's, after the engine took the "
-    "weights.",
+    "sync": "The engine's log-probs of a canary prompt were compared with the trainer's after the engine "
+    "received the weights.",
     "checkpoint": "Every file was written whole, with a checksum that a resume compares before it reads anything.",
     "export": "Every tensor was sent once and is finite, and the sizes of all files were read back.",
 }
