@@ -14,6 +14,7 @@ import pytest
 import shardproof as sp
 from shardproof.config.load import load_recipe, parse_recipe
 from shardproof.config.schema import Recipe, keys_of
+from shardproof.rl.checks import model_folder
 
 pytestmark = pytest.mark.fault
 
@@ -149,6 +150,27 @@ def test_recipe_that_is_a_pipe_is_not_waited_for(tmp_path):
     os.mkfifo(path)
     with pytest.raises(sp.ConfigError, match="not a regular file"):
         load_recipe(path)
+
+
+@pytest.mark.parametrize(
+    ("is_offline", "hint"), [(True, "HF_HUB_OFFLINE is set"), (False, "needs the network")]
+)
+def test_a_model_that_is_not_found_says_where_was_searched(monkeypatch, is_offline, hint):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", is_offline)
+    with pytest.raises(sp.ShardproofError, match=hint):
+        model_folder("./nowhere")
+
+
+def test_paths_above_the_recipe_are_written_plainly(tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    (tmp_path / "model").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    Path("recipe.toml").write_text(
+        "[model]\npath = '../model'\n[data]\ntrain = 'recipe.toml'\n[reward]\nfunctions = [{name = 'numeric'}]\n"
+        "[train]\nsteps = 1\n[output]\nfolder = 'o'\n"
+    )
+    recipe = load_recipe("recipe.toml")
+    assert (recipe.model.path, recipe.data.train) == ("../model", "./recipe.toml")
 
 
 def test_recipe_that_is_not_there_is_told_what_to_pass(tmp_path):

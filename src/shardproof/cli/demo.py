@@ -154,7 +154,7 @@ def describe_outcome(outcome: Outcome, output: Path, seconds: float) -> list[str
         "",
         f"  {asked}",
         f"    before training:  {shares[0]} answered correctly (± one standard error)",
-        f"    after {outcome.steps} steps:  {shares[1]} answered correctly",
+        f"    {f'after {outcome.steps} steps:':<16}  {shares[1]} answered correctly",
         f"  The demo took {duration(seconds)}, of which training {duration(outcome.seconds)}.",
         "",
         "5. What to look at next",

@@ -55,7 +55,7 @@ def _resolve(section: Any, key: str, base: Path) -> None:
     if isinstance(section, dict) and isinstance(section.get(key), str):
         path = os.path.join(base, section[key])
         if os.path.exists(path):  # unlike Path.exists, False also for what can be no path
-            section[key] = path
+            section[key] = path.removeprefix("./") if path.startswith("./../") else path
 
 
 def parse_recipe(data: dict[str, Any], label: str) -> Recipe:

@@ -88,7 +88,14 @@ def model_folder(path: str) -> Path:
     """Where a model's files lie on this machine; raises L101 if they do not."""
     folder = find_folder(path, None)
     if folder is None:
-        raise fail("L101", "source", f"{path!r} is neither a folder nor a model on the hub or in its cache.")
+        from huggingface_hub import constants
+
+        message = f"{path!r} is neither a folder nor a model on the hub or in its cache."
+        hint = "the hub needs the network, and a login for private and gated models"
+        if constants.HF_HUB_OFFLINE:
+            hint = "only the cache was searched, because HF_HUB_OFFLINE is set"
+        fix = f"pass a folder or a hub id that holds safetensors files; {hint}"
+        raise fail("L101", "source", message, fix=fix)
     return folder
 
 
