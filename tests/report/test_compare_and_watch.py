@@ -171,6 +171,8 @@ def test_the_server_answers_this_machine_only(tmp_path):
             status, body, _ = ask(address, "/data.json", host=host or "[::]:1")
             assert status == 403 and b"metric" not in body
         assert ask(address, "/", host="localhost:9999")[0] == 200, "a forwarded port may have another number"
+        for host in ("localhost", "127.0.0.1", "LocalHost:80"):
+            assert ask(address, "/", host=host)[0] == 200, "port 80 is left out, and case does not count"
         for path in ("/../config.json", "/config.json", "/%2e%2e/run.json", "//etc/passwd"):
             assert ask(address, path)[0] == 404
         for method in ("POST", "PUT", "DELETE", "OPTIONS"):
@@ -194,3 +196,16 @@ def test_a_port_in_use_is_one_message(tmp_path):
         result = call("watch", folder, "--port", port)
     assert result.exit_code == 2
     assert f"--port={port}: this port is in use." in result.stderr and "leave --port out" in result.stderr
+
+
+@pytest.mark.fault
+def test_a_run_that_is_removed_stays_on_the_live_page(tab, tmp_path):
+    folder = make_run(tmp_path / "run")
+    with watching(folder) as (_, address):
+        tab.open(address)
+        before = tab.text("#ledger h2")
+        folder.rename(tmp_path / "moved")
+        tab.wait("document.querySelector('#notes').textContent.includes('was moved or removed')")
+        assert tab.text("#ledger h2") == before
+        (tmp_path / "moved").rename(folder)
+        tab.wait("document.querySelector('#notes').textContent === ''")

@@ -132,6 +132,28 @@ def test_a_card_of_a_model_of_the_hub_names_it(lora_run, tmp_path):
     assert "vllm serve me/adder" in card.text
 
 
+@pytest.mark.distributed
+def test_names_of_files_write_nothing_into_the_card(lora_run, tmp_path):
+    run = lora_run / "fsdp2"
+    recipe = from_json(small_recipe(run))
+    data = recipe.data.model_copy(update={"train": "a`b\n---\nlicense: mit\n---\n# Owned\n/train.jsonl"})
+    folder = copy(run / "model", tmp_path / "model")
+    write_card(run, folder, recipe.model_copy(update={"data": data}))
+    card = ModelCard.load(folder / "README.md")
+    assert card.data.license is None and "\n# Owned" not in card.text and "\nlicense" not in card.text
+
+
+@pytest.mark.distributed
+def test_weights_that_were_put_beside_the_model_are_named(lora_run, tmp_path):
+    """Engines that read every weight file of a folder, as vLLM does without an index, would load them."""
+    folder = copy(lora_run / "fsdp2" / "model", tmp_path / "model")
+    (folder / "more.safetensors").write_bytes(next(folder.glob("*.safetensors")).read_bytes())
+    (folder / "pytorch_model.bin").touch()
+    findings = sp.verify_pretrained(folder)
+    assert [finding.code for finding in findings] == ["E404", "E404"]
+    assert "more.safetensors" in findings[0].message and "pytorch_model.bin" in findings[1].message
+
+
 def copy(source: Path, target: Path) -> Path:
     target.mkdir()
     for path in source.iterdir():

@@ -17,10 +17,11 @@ from shardproof.files import write_atomic
 from shardproof.findings import Finding
 from shardproof.foreign import read_json
 from shardproof.weights.model_folder import RECEIPT_NAME
-from shardproof.weights.reader import DTYPES, open_checkpoint
+from shardproof.weights.reader import DTYPES, Checkpoint, open_checkpoint
 from shardproof.weights.writer import TensorMeta
 
 _FORMAT = 1
+_WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".gguf"}
 _STAGE = "verify"
 _FIX = "copy or download the folder again; what it holds is not what was saved"
 _DTYPES = {str(dtype): dtype for dtype in DTYPES.values()}
@@ -58,8 +59,16 @@ def verify_pretrained(folder: str | os.PathLike[str], digest: str | None = None)
             f"{RECEIPT_NAME} belongs to another model: its digest is {manifest.total}, expected {digest}."
         )
         findings.append(_finding(message))
-    changed = manifest.compare(_tensors(place), str(place), sent=RECEIPT_NAME)
-    return findings + [replace(finding, fix=_FIX) for finding in changed]
+    checkpoint = open_checkpoint(place)
+    changed = manifest.compare(_tensors(checkpoint), str(place), sent=RECEIPT_NAME)
+    findings += [replace(finding, fix=_FIX) for finding in changed]
+    # Without an index an engine may load every weight file that it finds.
+    others = (path.name for path in place.iterdir() if path.suffix in _WEIGHTS)
+    return findings + [
+        _finding(f"{name} was not saved with the model.")
+        for name in sorted(others)
+        if name not in checkpoint.headers
+    ]
 
 
 def read_digest(folder: Path) -> str:
@@ -67,8 +76,7 @@ def read_digest(folder: Path) -> str:
     return _read(folder)[0].total
 
 
-def _tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    checkpoint = open_checkpoint(folder)
+def _tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, torch.Tensor]]:
     for name in checkpoint.tensors:
         yield name, checkpoint.whole(name)
 

@@ -40,9 +40,17 @@ class LiveRun:
             run_is_late = self._is_late(now)
             version = hashlib.sha256(f"{state} {run_is_late}".encode()).hexdigest()[:16]
             if version != self._version:
-                self._data = data_of([self._reader.read(now)])
+                self._data = self._read(now)
                 self._version = version
             return self._version, self._data
+
+    def _read(self, now: float) -> dict[str, Any]:
+        folder = self._reader.folder
+        if self._data and not folder.is_dir():
+            (run,) = self._data["runs"]
+            note = f"{folder} was moved or removed; this page shows what it held."
+            return {**self._data, "runs": [{**run, "notes": [note]}]}
+        return data_of([self._reader.read(now)])
 
     def _is_late(self, now: float) -> bool:
         """Whether nothing was written for so long that the page says so."""
@@ -80,13 +88,21 @@ class WatchServer(ThreadingHTTPServer):
             super().handle_error(request, client_address)
 
 
+def _host_of(header: str) -> str | None:
+    """The host of a Host header, in lower case and without its port."""
+    try:
+        return urlsplit(f"//{header}").hostname
+    except ValueError:
+        return None
+
+
 class _Handler(BaseHTTPRequestHandler):
     server: WatchServer
     server_version, sys_version = "shardproof", ""
     timeout = 30.0  # for a client that connects and says nothing
 
     def do_GET(self) -> None:
-        if self.headers.get("Host", "").rpartition(":")[0] not in _HOSTS:
+        if _host_of(self.headers.get("Host", "")) not in _HOSTS:
             return self._answer(403, "text/plain", b"This page answers requests to 127.0.0.1 only.\n")
         asked = urlsplit(self.path)
         if asked.path == "/":
