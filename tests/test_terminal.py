@@ -144,6 +144,14 @@ def test_nothing_stays_attached():
     assert (logging.getLogger().handlers, logging.getLogger("shardproof").level) == before
 
 
+def test_a_process_without_stderr_works(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", None)
+    with attached() as terminal:
+        logging.getLogger("shardproof").warning("unseen")
+        terminal.show("unseen")
+    sys.stderr.close()
+
+
 @pytest.mark.parametrize("is_terminal", [False, True])
 def test_a_terminal_that_is_gone_does_not_end_a_run(monkeypatch, is_terminal):
     with contextlib.suppress(OSError), open("/dev/full", "w") as full:  # closing it fails too

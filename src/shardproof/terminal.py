@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -239,6 +240,8 @@ def attached(quiet: bool = False, rank: int = 0) -> Iterator[Terminal]:
 
     Ranks above 0 show warnings alone, with their number, since rank 0 tells what all of them do.
     """
+    if sys.stderr is None:  # it was closed by whoever started this process; libraries write there too
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     is_first = rank == 0
     handler: Terminal
     if is_first and sys.stderr.isatty():
