@@ -8,7 +8,7 @@ import math
 import pytest
 
 from shardproof.report.page import write_report
-from tests.report.folders import make_run, write_lines
+from tests.report.folders import add_events, make_run, proof, write_lines
 
 CHART = "figure[data-chart='kl/mean']"
 
@@ -153,6 +153,20 @@ def test_no_width_scrolls_sideways(browser, tmp_path, width):
         assert tab.js("document.documentElement.scrollWidth") <= width
         tab.click("#samples input[value=ends]")
         assert tab.js("document.documentElement.scrollWidth") <= width
+
+
+def test_the_numbers_of_eight_ranks_are_readable_on_a_phone(phone, tmp_path):
+    folder = make_run(tmp_path / "run")
+    add_events(folder, *(proof("load", 0, role="critic", rank=rank) for rank in range(8)))
+    phone.open(write_report(folder).as_uri())
+    chips = "[...document.querySelectorAll('.strip b')].filter(chip => chip.textContent.startsWith('rank'))"
+    assert phone.js(f"{chips}.length") >= 8
+    inside = (
+        "chip => chip.getBoundingClientRect().bottom <= chip.parentNode.getBoundingClientRect().bottom + 1"
+    )
+    assert phone.js(f"{chips}.every({inside})")
+    assert phone.js(f"{chips}.every(chip => chip.scrollHeight <= chip.clientHeight + 1)")
+    assert phone.js("document.documentElement.scrollWidth") <= 390
 
 
 def test_light_and_dark(browser, page):
