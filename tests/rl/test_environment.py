@@ -17,10 +17,10 @@ ONE_STEP = ("train.steps=1", "output.eval_every=0", "output.save_model=false")
 
 
 class AsksAgain:
-    """Says "+1=" until the policy has had as many turns as the row's answer is long, and one more."""
+    """Says "+1=" until the policy has had two turns, or three where the row's answer is odd."""
 
     def reply(self, row: Mapping[str, Any], turns: Sequence[str]) -> str | None:
-        return "+1=" if len(turns) <= len(str(row["answer"])) else None
+        return "+1=" if len(turns) < 2 + int(row["answer"]) % 2 else None
 
 
 class Breaks:

@@ -156,7 +156,7 @@ def test_a_run_is_evaluated_before_its_first_step_and_a_resumed_one_is_not(tmp_p
     assert [line["step"] for line in written] == [0, 1, 2, 3, 4]
     assert [line["step"] for line in written if "eval/reward" in line["metrics"]] == [0, 2, 4]
     assert all(name.startswith(("eval/", "time/evaluation")) for name in written[0]["metrics"])
-    assert "Best eval" in (tmp_path / "report.html").read_text()
+    assert "Held-out reward" in (tmp_path / "report.html").read_text()
 
 
 def run_killed_in_its_first_step(recipe: str) -> None:
