@@ -111,7 +111,7 @@ def test_a_complete_run_says_so_when_it_is_started_again(tmp_path):
 
 
 def test_a_killed_run_gets_its_page_from_the_launcher(run, tmp_path):
-    (tmp_path / "run.json").write_text(json.dumps({"status": "running", "step": 4}))
+    (tmp_path / "run.json").write_text(json.dumps({"status": "running", "step": 0}))
     (tmp_path / ".lock").write_text(f"process 999999999 on host {socket.gethostname()} since 2026-01-01\n")
     assert run.footer()[0].startswith("Failed after step 4")
     assert '"status":"killed"' in (tmp_path / "report.html").read_text()

@@ -50,6 +50,7 @@ class Part:
         status, step = facts.get("status"), facts.get("step", 0)
         if status == "running":  # rank 0 had no time to write how it ended
             status = "stopped" if interrupted else "failed"
+            step = max((line["step"] for line in _read(self.recipe, "metrics.jsonl")), default=step)
             _write_page(folder)
         lines = [_outcome(folder, status, step, self.recipe)]
         total = time.time() - self.started
