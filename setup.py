@@ -1,4 +1,4 @@
-"""What pyproject.toml cannot say: the wheel holds `recipes/`, which lies beside `src/` in the repository."""
+"""What pyproject.toml cannot say: the wheel holds the recipes and the page on faults, which are not below `src/`."""
 
 from pathlib import Path
 
@@ -6,18 +6,18 @@ from setuptools import setup
 from setuptools.command.build_py import build_py
 
 
-class BuildWithRecipes(build_py):
-    """Copies the recipes into the package, so that `shardproof demo` needs no clone."""
+class BuildWithShipped(build_py):
+    """Copies into the package what `shardproof demo` and `shardproof explain` read, so that they need no clone."""
 
     def run(self) -> None:
         super().run()
         if self.editable_mode:  # which reads the repository's own
             return
-        for path in sorted(Path("recipes").rglob("*")):
-            if path.is_file():
-                target = Path(self.build_lib, "shardproof", path)
-                self.mkpath(str(target.parent))
-                self.copy_file(str(path), str(target))
+        shipped = {path: path for path in sorted(Path("recipes").rglob("*")) if path.is_file()}
+        for path, name in (shipped | {Path("docs/faults.md"): Path("faults.md")}).items():
+            target = Path(self.build_lib, "shardproof", name)
+            self.mkpath(str(target.parent))
+            self.copy_file(str(path), str(target))
 
 
-setup(cmdclass={"build_py": BuildWithRecipes})
+setup(cmdclass={"build_py": BuildWithShipped})

@@ -51,6 +51,7 @@ shardproof report runs/mine
 shardproof report runs/a runs/b --output comparison.html""",
     "watch": "shardproof watch runs/mine",
     "verify": "shardproof verify runs/mine/model",
+    "explain": "shardproof explain S207",
     "push": "shardproof push runs/mine --repo my-name/my-model",
 }
 _VERIFY = [

@@ -33,6 +33,8 @@ def wheel(tmp_path_factory):
     source, built = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
     shutil.copytree(ROOT / "src", source / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
     shutil.copytree(ROOT / "recipes", source / "recipes")
+    (source / "docs").mkdir()
+    shutil.copy(ROOT / "docs" / "faults.md", source / "docs")
     for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     options = ("--no-deps", "--no-build-isolation", "--no-index", "-q")
@@ -59,7 +61,7 @@ def test_the_wheel_holds_every_file_of_the_package_and_nothing_else(wheel):
     }
     with zipfile.ZipFile(wheel) as archive:
         found = set(archive.namelist())
-    assert {name for name in found if ".dist-info/" not in name} == wanted
+    assert {name for name in found if ".dist-info/" not in name} == wanted | {"shardproof/faults.md"}
     assert {"shardproof/recipes/tiny.toml", "shardproof/recipes/tiny/model/model.safetensors"} < found
     assert not [name for name in found if name.startswith(NEVER)]
     assert wheel.stat().st_size < 3_000_000
@@ -88,6 +90,8 @@ def test_the_demo_runs_from_the_wheel_in_an_empty_folder(installed, tmp_path):
         "copies/gsm8k_grpo.toml: " in listed and (tmp_path / "copies/tiny/model/model.safetensors").is_file()
     )
     shutil.rmtree(tmp_path / "copies")
+    explained = run(sys.executable, "-m", "shardproof", "explain", "s207", cwd=tmp_path, **variables)
+    assert explained.startswith("S207: ") and "Fix: " in explained
     shown = run(sys.executable, "-m", "shardproof", "demo", "--steps", "2", cwd=tmp_path, **variables)
     assert [path.name for path in tmp_path.iterdir()] == ["shardproof-demo"]
     run_folder = tmp_path / "shardproof-demo" / "run"

@@ -17,6 +17,7 @@ require_packages()  # before anything that needs them is imported
 import typer  # noqa: E402
 
 from shardproof.cli.demo import demo  # noqa: E402
+from shardproof.cli.explain import explain  # noqa: E402
 from shardproof.cli.publish import push, verify  # noqa: E402
 from shardproof.cli.recipes import recipes  # noqa: E402
 from shardproof.cli.train import train  # noqa: E402
@@ -33,6 +34,7 @@ app.command()(report)
 app.command()(watch)
 app.command()(verify)
 app.command()(push)
+app.command()(explain)
 app.command(cls=CountingCommand)(doctor)
 app.command(cls=CountingCommand)(estimate)
 

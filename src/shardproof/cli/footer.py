@@ -46,7 +46,9 @@ class Part:
         """The lines to end with, after a signal or not; few if the run never came to own its folder."""
         folder, facts = Path(self.recipe.output.folder), self._facts()
         if facts is None:
-            return [f"Stopped before the run began. Next: {_next_step('stopped')}"] if interrupted else []
+            return (
+                [f"Stopped before the run began. Next: {_next_step('stopped', False)}"] if interrupted else []
+            )
         status, step = facts.get("status"), facts.get("step", 0)
         if status == "running":  # rank 0 had no time to write how it ended
             status = "stopped" if interrupted else "failed"
@@ -66,7 +68,9 @@ class Part:
             lines.append(f"Model:   {folder / 'model'}")
             if (folder / "adapter").is_dir():
                 lines.append(f"Adapter: {folder / 'adapter'}")
-        return [printable(line) for line in [*lines, f"Next:    {_next_step(status)}"]]
+        return [
+            printable(line) for line in [*lines, f"Next:    {_next_step(status, bool(_checkpoints(folder)))}"]
+        ]
 
     def _facts(self) -> dict[str, Any] | None:
         """What the run says of itself, if this start wrote it."""
@@ -128,12 +132,13 @@ def _learned(recipe: Recipe) -> str:
     return f" Held-out reward: {first} at first, {last} at the end."
 
 
-def _next_step(status: Any) -> str:
+def _next_step(status: Any, is_saved: bool) -> str:
     if status == "finished":
         return "open the report; to train longer, raise train.steps and rerun the same command"
+    rerun = f"rerun the same command{' to resume' if is_saved else ''}"
     if status == "stopped":
-        return "rerun the same command to resume"
-    return "fix what the message above names, then rerun the same command to resume"
+        return rerun
+    return f"fix what the message above names (`shardproof explain CODE` says more), then {rerun}"
 
 
 def _read(recipe: Recipe, name: str) -> Iterable[dict[str, Any]]:

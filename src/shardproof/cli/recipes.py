@@ -8,13 +8,12 @@ from typing import Annotated
 
 import typer
 
-_PACKAGE = Path(__file__).resolve().parents[1]
+from shardproof.cli.shipped import shipped
 
 
 def built_in_recipes() -> Path:
-    """The folder of the built-in recipes: inside an installed package, or beside `src/` in a clone."""
-    inside = _PACKAGE / "recipes"
-    return inside if inside.is_dir() else _PACKAGE.parents[1] / "recipes"
+    """The folder of the built-in recipes."""
+    return shipped("recipes", "recipes")
 
 
 def recipes(
