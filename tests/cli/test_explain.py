@@ -17,7 +17,5 @@ def test_every_code_is_explained_with_its_title_and_fix(code):
 def test_a_code_that_there_is_not_is_named_with_the_nearest():
     found = CliRunner().invoke(app, ["explain", "S270"])
     assert (
-        found.exit_code == 2
-        and "'S270' is not a code" in found.output
-        and "Did you mean 'S2" in found.output
+        found.exit_code == 2 and "'S270' is not a code" in found.output and "Did you mean 'S2" in found.output
     )

@@ -70,9 +70,7 @@ def test_a_run_that_did_not_finish_says_how_to_resume(run, tmp_path, status, int
 
 def test_a_run_that_never_owned_its_folder_says_little(run, tmp_path):
     assert run.footer() == []
-    assert run.footer(interrupted=True) == [
-        "Stopped before the run began. Next: rerun the same command"
-    ]
+    assert run.footer(interrupted=True) == ["Stopped before the run began. Next: rerun the same command"]
     footer(run, "finished")
     os.utime(tmp_path / "run.json", (0, 0))  # an earlier start wrote it
     assert run.footer() == []

@@ -73,7 +73,9 @@ def alerts_of(events: Sequence[Record], earlier: Sequence[Record] = ()) -> list[
     proofs = _failed_proofs(earlier)
     ended = _not_said([event for event in earlier if event.get("kind") == "finding"], proofs)
     if proofs or ended:
-        alerts.append(_alert("earlier", "warn", "Failed in steps that were repeated later", [*proofs, *ended]))
+        alerts.append(
+            _alert("earlier", "warn", "Failed in steps that were repeated later", [*proofs, *ended])
+        )
     return alerts
 
 
