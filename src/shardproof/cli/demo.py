@@ -1,4 +1,4 @@
-"""`shardproof demo`: two CPU ranks prove what they hold, find wrong bytes, and teach a tiny model to add."""
+"""`shardproof demo`: two CPU ranks prove what they hold, find wrong bytes, and teach a careless model to add."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 MARK = "demo.json"  # says that a folder is a demo's, and may be replaced by the next one
 _RUN, _FAULTS, _RECIPE, _DATA = "run", "faults", "tiny.toml", "tiny"
 _INTRODUCTION = """\
-shardproof demo: a tiny model learns to add, with GRPO on 2 ranks on the CPU.
+shardproof demo: a tiny model that adds carelessly learns to add correctly, with GRPO on 2 ranks on the CPU.
 It takes about a minute and needs no network. It writes to {folder}/.
 """
 
@@ -40,7 +40,7 @@ def demo(
     ] = Path("shardproof-demo"),
     steps: Annotated[int | None, typer.Option(min=1, help="training steps, for a shorter demo")] = None,
 ) -> None:
-    """Watch 2 CPU ranks prove what they hold, catch injected faults, and teach a tiny model to add."""
+    """Watch 2 CPU ranks prove what they hold, catch injected faults, and teach a careless model to add."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the same demo on every machine
     started = time.monotonic()
     with attached() as terminal:
