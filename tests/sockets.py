@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import os
 from collections.abc import Iterable
@@ -12,11 +13,10 @@ def listening(pids: Iterable[int]) -> set[str]:
     """The addresses that these processes listen on, over IPv4 and IPv6."""
     inodes = set()
     for pid in pids:
-        for descriptor in Path(f"/proc/{pid}/fd").glob("*"):
-            try:
-                inodes.add(os.readlink(descriptor))
-            except OSError:  # closed, or gone with its process
-                continue
+        with contextlib.suppress(OSError):  # the process has ended
+            for descriptor in os.listdir(f"/proc/{pid}/fd"):
+                with contextlib.suppress(OSError):  # it was closed
+                    inodes.add(os.readlink(f"/proc/{pid}/fd/{descriptor}"))
     found = set()
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:

@@ -162,10 +162,6 @@ SETTINGS = {
         "model.path",
         "use a separate output.folder",
     ),
-    "vLLM open to the network": (
-        "rollout.engine=vllm rollout.vllm.mode=server rollout.vllm.host=0.0.0.0",
-        *("'0.0.0.0' can be reached from other machines", "use 127.0.0.1"),
-    ),
 }
 
 
@@ -324,6 +320,15 @@ def taken_port(desk):
     return ("rollout.engine=vllm", "rollout.vllm.mode=server", f"rollout.vllm.port={port}")
 
 
+def open_server(desk):
+    find = importlib.util.find_spec
+    desk.patch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: object() if name == "vllm" else find(name, *rest)
+    )
+    desk.patch.setattr(preflight, "installed_version", lambda: None)
+    return ("rollout.engine=vllm", "rollout.vllm.mode=server", "rollout.vllm.host=0.0.0.0")
+
+
 def lacks(package, *settings):
     def make(desk):
         desk.without.add(package)
@@ -341,6 +346,10 @@ MACHINES = {
     "no datasets": (
         lacks("datasets", "data.train=hf:openai/gsm8k"),
         *("needs the package datasets", "shardproof[data]"),
+    ),
+    "vLLM open to the network": (
+        open_server,
+        *("'0.0.0.0' can be reached from other machines", "use 127.0.0.1"),
     ),
     "no vLLM": (lacks("vllm", "rollout.engine=vllm"), "rollout.engine='vllm' needs", "shardproof[vllm]"),
     "several nodes without an endpoint": (

@@ -18,7 +18,7 @@ from tests.rl.runs import SMALL, TINY, lines, run_recipe, small_recipe, trajecto
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
-STEPS = 24
+STEPS = 72  # so many that a signal comes before the last one, however late
 SETTINGS = (f"train.steps={STEPS}", "output.save_every=3", "output.eval_every=0")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -61,6 +62,8 @@ def watch(
             f"Open {server.address} (from another machine, first run: ssh -L {number}:127.0.0.1:{number} HOST)"
         )
         print("Press Ctrl-C to stop watching. The run does not depend on it.", flush=True)
+        # Shells let jobs in the background ignore it; whoever sends it means it.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
             server.serve_forever(poll_interval=0.2)
         except KeyboardInterrupt:
