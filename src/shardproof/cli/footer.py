@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardproof.files import claim_is_dead
-from shardproof.report.page import write_report
+from shardproof.report.page import PAGE_NAME, write_report
+from shardproof.report.read import EVENTS_NAME, FACTS_NAME, METRICS_NAME
 from shardproof.text import duration, printable
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ class Part:
         status, step = facts.get("status"), facts.get("step", 0)
         if status == "running":  # rank 0 had no time to write how it ended
             status = "stopped" if interrupted else "failed"
-            step = max((line["step"] for line in _read(self.recipe, "metrics.jsonl")), default=step)
+            step = max((line["step"] for line in _read(self.recipe, METRICS_NAME)), default=step)
             _write_page(folder)
         lines = [_outcome(folder, status, step, self.recipe)]
         total = time.time() - self.started
@@ -62,8 +63,8 @@ class Part:
                 f"{name} {duration(seconds)} ({seconds / total:.0%})" for name, seconds in spent.items()
             )
             lines.append(f"Time:    {duration(total)}: {', '.join(shares)}")
-        if (folder / "report.html").exists():
-            lines.append(f"Report:  {folder / 'report.html'}")
+        if (folder / PAGE_NAME).exists():
+            lines.append(f"Report:  {folder / PAGE_NAME}")
         if status == "finished" and (folder / "model").is_dir():
             lines.append(f"Model:   {folder / 'model'}")
             if (folder / "adapter").is_dir():
@@ -74,7 +75,7 @@ class Part:
 
     def _facts(self) -> dict[str, Any] | None:
         """What the run says of itself, if this start wrote it."""
-        path = Path(self.recipe.output.folder) / "run.json"
+        path = Path(self.recipe.output.folder) / FACTS_NAME
         try:
             facts = json.loads(path.read_bytes())
             is_ours = path.stat().st_mtime >= self.started - 1  # file systems round times
@@ -84,12 +85,12 @@ class Part:
 
     def _times(self, total: float) -> dict[str, float]:
         """Seconds by what they were spent on, in this part of the run, the longest first. Small shares are left out."""
-        rows = [line for line in _read(self.recipe, "metrics.jsonl") if line["step"] > self.first_step]
+        rows = [line for line in _read(self.recipe, METRICS_NAME) if line["step"] > self.first_step]
         if not rows:
             return {}
         metrics = [row.get("metrics") or {} for row in rows]
         spent = {name: sum(_number(row.get(f"time/{name}")) for row in metrics) for name in _PARTS}
-        proofs = [line for line in _read(self.recipe, "events.jsonl") if line.get("kind") == "proof"]
+        proofs = [line for line in _read(self.recipe, EVENTS_NAME) if line.get("kind") == "proof"]
         for name, proof in (("checkpoints", "checkpoint"), ("model", "export")):
             mine = (line for line in proofs if line.get("proof") == proof and line["step"] > self.first_step)
             spent[name] = sum(_number(line.get("seconds")) for line in mine)
@@ -121,7 +122,7 @@ def _checkpoints(folder: Path) -> list[Path]:
 
 def _learned(recipe: Recipe) -> str:
     """The first and the last evaluation of the run, in words."""
-    found = [line.get("metrics") or {} for line in _read(recipe, "metrics.jsonl")]
+    found = [line.get("metrics") or {} for line in _read(recipe, METRICS_NAME)]
     rewards = [row for row in found if isinstance(row.get("eval/reward"), float)]
     if len(rewards) < 2:
         return ""

@@ -167,7 +167,7 @@ def dig(value: Any, *keys: str) -> Any:
     return value
 
 
-def parse_object(text: str) -> Record | None:
+def parse_object(text: str | bytes) -> Record | None:
     """The JSON object that a text holds, or None."""
     try:
         value = json.loads(text)

@@ -21,16 +21,10 @@ from shardproof.errors import ShardproofError, error_for, fail
 from shardproof.export.pretrained import save_pretrained
 from shardproof.files import FolderLock, append_line, current_folder, replace_folder
 from shardproof.report.page import write_report
+from shardproof.report.read import EVENTS_NAME
 from shardproof.rl.data import Prompt, PromptStream
 from shardproof.rl.hub import publish
-from shardproof.rl.loggers import (
-    EVENTS_NAME,
-    LINES,
-    JsonLines,
-    Logger,
-    Progress,
-    supersede,
-)
+from shardproof.rl.loggers import LINES, JsonLines, Logger, Progress, supersede
 from shardproof.rl.place import (
     ADAPTER,
     CHECKPOINTS,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import os
@@ -12,12 +11,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from shardproof.files import append_line, write_atomic
+from shardproof.report.read import EVENTS_NAME, METRICS_NAME, SAMPLES_NAME, parse_object
 from shardproof.terminal import Bar
 from shardproof.text import duration
 
 logger = logging.getLogger(__name__)
 
-METRICS_NAME, SAMPLES_NAME, EVENTS_NAME = "metrics.jsonl", "samples.jsonl", "events.jsonl"
 LINES = (METRICS_NAME, SAMPLES_NAME, EVENTS_NAME)
 
 
@@ -135,8 +134,5 @@ def _raw_lines(path: Path) -> list[bytes]:
 
 
 def _parse(raw: bytes) -> dict[str, Any] | None:
-    try:
-        line = json.loads(raw)
-    except (ValueError, RecursionError):
-        return None
-    return line if isinstance(line, dict) and isinstance(line.get("step"), int) else None
+    line = parse_object(raw)
+    return line if line is not None and isinstance(line.get("step"), int) else None

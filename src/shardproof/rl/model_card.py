@@ -14,8 +14,8 @@ from shardproof.config.schema import Recipe
 from shardproof.export.receipts import read_digest
 from shardproof.files import write_atomic
 from shardproof.foreign import read_json
-from shardproof.rl.loggers import EVENTS_NAME, METRICS_NAME, read_lines
-from shardproof.rl.run_facts import FACTS_NAME
+from shardproof.report.read import EVENTS_NAME, FACTS_NAME, METRICS_NAME
+from shardproof.rl.loggers import read_lines
 
 CARD_NAME = "README.md"
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -26,13 +26,14 @@ _SHOWN = 200  # characters of a value
 def write_card(run: Path, model: Path, recipe: Recipe, *, adapter: bool = False) -> None:
     """Write the card of a model, or of an adapter, that a run saved. The run's files say what is in it."""
     name, facts = recipe.output.push_to_hub or run.resolve().name, _facts(run)
+    digest = read_digest(model)
     parts = [
         f"# {name}",
         _summary(recipe, facts, adapter),
         _results(run),
         _use(recipe, adapter),
-        _receipts(run, read_digest(model)),
-        _verify(read_digest(model)),
+        _receipts(run, digest),
+        _verify(digest),
         _settings(facts),
         _versions(facts),
     ]

@@ -15,8 +15,9 @@ from shardproof.config.schema import Recipe
 from shardproof.errors import ShardproofError, fail
 from shardproof.files import write_atomic
 from shardproof.foreign import is_inside, read_json
+from shardproof.report.read import METRICS_NAME
 from shardproof.rl.data import Prompt
-from shardproof.rl.loggers import METRICS_NAME, read_lines
+from shardproof.rl.loggers import read_lines
 from shardproof.rl.same_run import (
     Digests,
     Resume,

@@ -21,10 +21,10 @@ import torch.distributed as dist
 from shardproof.config.defaults import differences_from_defaults
 from shardproof.config.schema import Recipe
 from shardproof.files import write_atomic
+from shardproof.report.read import FACTS_NAME
 from shardproof.text import without_secrets
 from shardproof.version import __version__
 
-FACTS_NAME = "run.json"
 COMMAND = "SHARDPROOF_COMMAND"  # the environment variable in which the launcher leaves its command line
 _PACKAGES = ("torch", "transformers", "safetensors", "peft", "vllm", "numpy")
 

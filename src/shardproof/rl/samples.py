@@ -8,9 +8,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+from shardproof.report.read import SAMPLES_NAME
 from shardproof.rl.experience import Experience, in_groups
 from shardproof.rl.folder import RunFolder
-from shardproof.rl.loggers import SAMPLES_NAME
 from shardproof.rollout.trajectory import reward_of
 from shardproof.train.batching import Batch
 

@@ -25,7 +25,7 @@ from shardproof.config.schema import Recipe
 from shardproof.errors import fail
 from shardproof.files import write_atomic
 from shardproof.findings import Finding
-from shardproof.rl.loggers import EVENTS_NAME, SAMPLES_NAME
+from shardproof.report.read import EVENTS_NAME, SAMPLES_NAME, parse_object
 from shardproof.rl.tracker_services import SERVICES, Tracker, TrackerStart, UsersTracker
 from shardproof.text import without_secrets
 from shardproof.user_code import describe_error
@@ -181,15 +181,7 @@ class _Tail:
         whole = raw[: raw.rfind(b"\n") + 1]
         self._offset += len(whole)
         # A full disk tears a line, and must not cost the run its last words.
-        return [line for each in whole.split(b"\n") if (line := _parsed(each)) is not None]
-
-
-def _parsed(raw: bytes) -> dict[str, Any] | None:
-    try:
-        line = json.loads(raw)
-    except ValueError:
-        return None
-    return line if isinstance(line, dict) else None
+        return [line for each in whole.split(b"\n") if (line := parse_object(each)) is not None]
 
 
 def _make(name: str, recipe: Recipe, start: TrackerStart) -> Tracker:
