@@ -69,7 +69,7 @@ browser:
 
 CORE := $(filter-out $(SHAPE),$(wildcard tests/test_*.py)) tests/dist tests/model tests/config tests/weights tests/shard \
 	tests/train tests/export tests/checkpoints tests/rollout
-RUNS := tests/rl tests/cli tests/report tests/doctor tests/museum
+RUNS := tests/environments tests/rl tests/cli tests/report tests/doctor tests/museum
 
 # The parts: load, step, export, and what goes wrong in them.
 test-core: $(STAMP)

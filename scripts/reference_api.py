@@ -101,6 +101,27 @@ with sp.deadline("load", seconds=60):  # collectives inside fail after 60 s, not
     reference = sp.load(sp.RandomInit(config, seed=0), role="reference", mesh=mesh)""",
     ),
     (
+        "Environments",
+        ("Environment", "Turn", "Reply", "Opening", "ToolCall"),
+        """\
+class Guess(sp.Environment):
+    \"\"\"The policy guesses a number, and is told where to go on.\"\"\"
+
+    def start(self, row, seed):
+        self.secret = int(row["answer"])
+
+    def step(self, turn):
+        guess = int(turn.content) if turn.content.isdigit() else -1
+        if guess == self.secret:
+            return sp.Reply(reward=1.0, done=True)
+        return sp.Reply("higher" if guess < self.secret else "lower", reward=0.0)
+
+
+game = Guess()
+game.start({"answer": "7"}, seed=0)
+assert game.step(sp.Turn("4", content="4")).messages == "higher\"""",
+    ),
+    (
         "Findings and errors",
         (
             *("Finding", "ShardproofError", "ConfigError", "Fault"),
@@ -122,6 +143,7 @@ MEMBERS = {
     "Batch": ("masks", "counts", "with_column", "select", "flat"),
     "Trainer": ("step",),
     "WeightStream": ("metadata", "close"),
+    "Environment": ("start", "step", "close", "rows"),
     "SharedWeights": ("path", "write", "close"),
 }
 # What users are given and do not make: its attributes.
@@ -187,6 +209,7 @@ def _entry(name: str, thing: Any) -> str:
     parts = [f"### `sp.{name}`", *_described(name, thing)]
     for key in MEMBERS.get(name, ()):
         member = vars(thing)[key]
+        member = member.__func__ if isinstance(member, classmethod) else member
         code = member.fget if isinstance(member, property) else member
         parts += [f"#### `{name}.{key}`", *_described(key, code, with_signature=code is member)]
     return "\n\n".join(parts)
@@ -205,7 +228,9 @@ def _described(name: str, thing: Any, with_signature: bool = True) -> list[str]:
 
 
 def _signature(name: str, thing: Any) -> str:
-    parameters = [each for each in inspect.signature(thing).parameters.values() if each.name != "self"]
+    parameters = [
+        each for each in inspect.signature(thing).parameters.values() if each.name not in ("self", "cls")
+    ]
     shown = [_parameter(each) for each in parameters]
     by_keyword = [each.kind is inspect.Parameter.KEYWORD_ONLY for each in parameters]
     if any(by_keyword):

@@ -34,6 +34,11 @@ _EXPORTS = {
     "make_mesh": "shardproof.dist.mesh",
     "init_distributed": "shardproof.dist.launch",
     "deadline": "shardproof.dist.deadline",
+    "Environment": "shardproof.environments.protocol",
+    "Opening": "shardproof.environments.protocol",
+    "Reply": "shardproof.environments.protocol",
+    "ToolCall": "shardproof.environments.protocol",
+    "Turn": "shardproof.environments.protocol",
     "Finding": "shardproof.findings",
     "ShardproofError": "shardproof.errors",
     "ConfigError": "shardproof.errors",
@@ -53,6 +58,7 @@ if TYPE_CHECKING:
     from shardproof.dist.launch import init_distributed
     from shardproof.dist.mesh import make_mesh
     from shardproof.doctor.callback import AttestCallback
+    from shardproof.environments.protocol import Environment, Opening, Reply, ToolCall, Turn
     from shardproof.errors import (
         ConfigError,
         ExportFault,

@@ -5,12 +5,11 @@ from __future__ import annotations
 from functools import partial
 from typing import Annotated
 
-from pydantic import BeforeValidator, Field, field_validator
+from pydantic import BeforeValidator, field_validator
 
 from shardproof.config.numbers import Bound, Count, CountOrNone, Limit, Tokens
 from shardproof.config.section import Section, known_or_users, read_none
 from shardproof.config.vllm import VllmSettings
-from shardproof.user_code import is_user_name
 
 ENGINES = ("embedded", "sharded", "vllm")
 
@@ -52,20 +51,3 @@ class Rollout(Section):
     @classmethod
     def _is_known(cls, engine: str) -> str:
         return known_or_users(engine, ENGINES)
-
-
-class Environment(Section):
-    """What answers the policy in a conversation of several turns. Without this section the policy has one
-    turn."""
-
-    name: str
-    """Your class as `module:name`; its objects have a method `reply(row, turns)`. See docs/extending.md."""
-    max_turns: Annotated[int, Field(gt=0, le=1024)] = 4
-    """Most turns of the policy in one conversation."""
-
-    @field_validator("name")
-    @classmethod
-    def _is_users(cls, name: str) -> str:
-        if not is_user_name(name):
-            raise ValueError(f"{name!r} is not of the form module:name")
-        return name

@@ -6,10 +6,11 @@ from pydantic import model_validator
 
 from shardproof.config.algorithms import SPECS, AlgorithmSpec
 from shardproof.config.data import Data, Reward, Rewards
+from shardproof.config.environment import Environment
 from shardproof.config.learning import Algorithm, Optimizer, Train
 from shardproof.config.model import Lora, Model, Role
 from shardproof.config.output import Output
-from shardproof.config.rollout import Environment, Rollout
+from shardproof.config.rollout import Rollout
 from shardproof.config.section import Section, keys_of
 from shardproof.user_code import is_user_name
 
@@ -41,7 +42,8 @@ class Recipe(Section):
     data: Data
     """The prompts to train and to evaluate on."""
     reward: Rewards | None = None
-    """What completions are worth. Required for every algorithm except `sft`."""
+    """What completions are worth. Required for every algorithm except `sft`, unless an environment rewards
+    them."""
     rollout: Rollout = Rollout()
     """How completions are sampled."""
     algorithm: Algorithm = Algorithm()
@@ -92,8 +94,10 @@ class Recipe(Section):
 def spec_problem(recipe: Recipe, spec: AlgorithmSpec) -> str | None:
     """What in the recipe does not fit its algorithm; None if all does."""
     name, settings = recipe.algorithm.name, recipe.algorithm
-    if recipe.reward is None and spec.samples:
+    if recipe.reward is None and recipe.environment is None and spec.samples:
         return f"reward is missing: {name} learns from rewards; name a function in reward.functions"
+    if recipe.environment is not None and not spec.samples:
+        return f"environment: {name} learns from given completions; remove the section"
     if recipe.critic is not None and not spec.has_critic:
         return f"critic: {name} has no critic; remove the section or use algorithm.name='ppo'"
     if not spec.samples and (settings.kl_coef or settings.entropy_coef):

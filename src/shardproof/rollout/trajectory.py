@@ -7,6 +7,9 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 Author = Literal["prompt", "policy", "environment", "template", "data"]
+# What ended a conversation: the environment, one of the limits, or a failure of the environment.
+Ending = Literal["", "done", "turns", "tokens", "length", "time", "failed"]
+TRUNCATED: tuple[Ending, ...] = ("turns", "tokens", "length", "time")
 
 
 @dataclass(frozen=True)
@@ -18,6 +21,7 @@ class Segment:
     logprobs: tuple[float, ...] | None = None  # that each token was drawn with
     version: int | None = None  # of the weights that drew them; of several, the oldest
     trained: bool = False  # the loss counts these tokens
+    reward: float = 0.0  # of the environment, for this turn of the policy
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,9 @@ class Trajectory:
     text: str = ""  # what followed the prompt, as rewards read it
     reward: Reward | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)  # JSON-able: what else is known about it
+    # Sequences of the same conversation before this one, oldest first: where the policy began to read something else.
+    earlier: tuple[Trajectory, ...] = ()
+    ended: Ending = ""  # what ended the conversation: see `Ending`; "" without an environment
 
     @classmethod
     def of_prompt(cls, tokens: tuple[int, ...], group: int = 0, sample: int = 0) -> Trajectory:
@@ -76,6 +83,17 @@ class Trajectory:
         """Of the oldest weights that drew any of its tokens; None if none were drawn."""
         return min((s.version for s in self.sampled if s.version is not None), default=None)
 
+    @property
+    def sequences(self) -> tuple[Trajectory, ...]:
+        """What the conversation gives to train on, in the order of its turns; all have its reward."""
+        parts = (*self.earlier, self)
+        return tuple(
+            replace(
+                part, group=self.group, sample=self.sample, reward=self.reward, ended=self.ended, earlier=()
+            )
+            for part in parts
+        )
+
     def extended(self, segment: Segment, finished: bool = False) -> Trajectory:
         """With one more segment at its end."""
         return replace(self, segments=(*self.segments, segment), finished=finished)
@@ -88,16 +106,17 @@ class Trajectory:
     def from_json(cls, given: Mapping[str, Any]) -> Trajectory:
         segments = tuple(
             Segment(
-                tuple(row["tokens"]),
-                row["author"],
-                None if row["logprobs"] is None else tuple(row["logprobs"]),
-                row["version"],
-                row["trained"],
+                **{
+                    **row,
+                    "tokens": tuple(row["tokens"]),
+                    "logprobs": None if row["logprobs"] is None else tuple(row["logprobs"]),
+                }
             )
             for row in given["segments"]
         )
         reward = None if given["reward"] is None else Reward(**given["reward"])
-        return cls(**{**given, "segments": segments, "reward": reward})
+        earlier = tuple(cls.from_json(part) for part in given.get("earlier", ()))
+        return cls(**{**given, "segments": segments, "reward": reward, "earlier": earlier})
 
 
 def reward_of(trajectory: Trajectory) -> Reward:
