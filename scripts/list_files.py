@@ -16,8 +16,20 @@ PAGE = ROOT / "docs" / "architecture.md"
 BEGIN, END = "<!-- files: scripts/list_files.py writes this list -->\n", "<!-- end of files -->\n"
 # From the bottom of the package to its top.
 ROOMS = (
-    *("", "config", "report", "dist", "model", "weights", "shard", "train", "export", "checkpoints"),
-    *("rollout", "rl", "rl/algorithms", "rl/sizing", "doctor", "cli"),
+    *(
+        "",
+        "config",
+        "report",
+        "environments",
+        "dist",
+        "model",
+        "weights",
+        "shard",
+        "train",
+        "export",
+        "checkpoints",
+    ),
+    *("rollout", "rl", "rl/chat", "rl/conversations", "rl/algorithms", "rl/sizing", "doctor", "cli"),
 )
 
 

@@ -30,6 +30,7 @@ COMPANIONS = {
     "critic": {"algorithm": {"name": "ppo"}},
     "reference": {"algorithm": {"kl_coef": 0.1}},
     "optimizer": {"optimizer": {"name": "muon"}},
+    "environment": {"environment": {"tools": {"functions": ["my_tools:search"], "python": {}}}},
 }
 ODD_NUMBERS = (-1, 0, math.nan, math.inf, -math.inf, 10**12, 1e300)
 
@@ -58,7 +59,7 @@ def recipe_with(path, value):
     """The recipe above with one number changed."""
     data = copy.deepcopy(RECIPE)
     for section, fields in COMPANIONS.get(path[0], {}).items():
-        data.setdefault(section, {}).update(fields)
+        data.setdefault(section, {}).update(copy.deepcopy(fields))
     target = data
     for part, following in itertools.pairwise(path):
         if isinstance(following, int):  # both betas, or the one reward

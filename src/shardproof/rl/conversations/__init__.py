@@ -1,0 +1,1 @@
+"""Conversations of the policy with an environment: turns, limits, and what is trained on."""
