@@ -13,12 +13,19 @@ from typing import Any
 from shardproof.errors import did_you_mean, fail
 
 _PACKAGE = str(Path(__file__).parent) + os.sep
+_FOLDER = "SHARDPROOF_RECIPE_FOLDER"  # in the environment, so that processes started later know it too
 
 
 def is_user_name(name: str) -> bool:
     """Whether `name` has the form `module:name`."""
     module, colon, path = name.partition(":")
     return bool(colon and module and path)
+
+
+def find_modules_in(folder: str | os.PathLike[str]) -> None:
+    """Let users' modules be found in this folder too, after all others, here and in processes that are started later."""
+    # Not by PYTHONPATH, whose folders come first: a file named like a module of the standard library would hide it.
+    os.environ[_FOLDER] = os.path.abspath(folder)
 
 
 def import_named(kind: str, name: str) -> Any:
@@ -36,15 +43,18 @@ def import_named(kind: str, name: str) -> Any:
 
 
 def _import(kind: str, name: str, module_name: str) -> Any:
-    # An installed command's path begins at its own folder; users keep their code where they start the run.
+    # An installed command's path begins at its own folder; users keep their code where they start the run, or by the recipe.
     if not {"", os.getcwd()} & set(sys.path):
         sys.path.append(os.getcwd())
+    beside = os.environ.get(_FOLDER)
+    if beside and beside not in sys.path:
+        sys.path.append(beside)
     process = os.getpid()
     try:
         return importlib.import_module(module_name)
     except (Exception, SystemExit) as error:
         message = f"{kind} {name!r} cannot be imported: {describe_error(error)}"
-        fix = "repair that module, or put its folder on PYTHONPATH"
+        fix = "repair that module, or put it beside the recipe or on PYTHONPATH"
         raise fail("C001", kind, message, fix=fix) from error
     finally:
         end_fork_of(process)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -12,6 +13,7 @@ from shardproof import __version__
 from shardproof.cli.options import Options, exit_code_of
 from shardproof.errors import ShardproofError
 from shardproof.terminal import Terminal, attached
+from shardproof.user_code import find_modules_in
 
 if TYPE_CHECKING:
     from shardproof.config.schema import Recipe
@@ -69,6 +71,7 @@ def _load_recipe(path: str, overrides: list[str], show: bool) -> Recipe:
     from shardproof.config.load import load_recipe, to_json
 
     recipe = load_recipe(path, overrides)
+    find_modules_in(Path(path).parent)
     if show:
         print(to_json(recipe), flush=True)
     logger.info("%s", _describe(recipe, path))

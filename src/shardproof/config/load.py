@@ -48,6 +48,7 @@ _PATHS = (
     ("data", "evaluation"),
     ("reference", "path"),
     ("critic", "path"),
+    ("environment", "python"),
 )
 
 
