@@ -8,6 +8,9 @@ from numbers import Real
 
 from shardproof.errors import fail
 
+# With the largest weight, totals are still finite in float32, and so are the squares that a deviation is made of.
+MAX_REWARD, MAX_WEIGHT = 1e12, 1e6
+
 
 def within(value: float, limit: float) -> bool:
     """Whether `value` is at most `limit`. NaN is not, on either side."""

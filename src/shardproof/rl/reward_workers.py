@@ -1,46 +1,35 @@
 """Processes that run the user's rewards, none of which can hang a run.
 
 Each worker answers call by call, so that the call that hangs or kills its worker is known: it alone is recorded as
-failed, and the rest of its chunk goes to other workers. A worker is a fresh interpreter, not a fork, because ranks hold
-threads and a CUDA context; and it is started by `subprocess`, because `multiprocessing` would run the user's training
-script again in it, and refuses to start anything below a daemon.
+failed, and the rest of its chunk goes to other workers.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import json
 import math
-import os
 import pickle
-import signal
 import socket
 import struct
-import subprocess
-import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection, Pipe, wait
-from pathlib import Path
 
 from shardproof.errors import ShardproofError, error_for, fail
 from shardproof.findings import Finding
+from shardproof.processes import WorkerProcess, take_files
 from shardproof.rl.reward_functions import Outcome, Sample, attempt, find_reward
 
 Call = tuple[int, str, Sample]  # the sample's place in the batch, the reward's name, the sample
 
 START_S, MAX_CHUNK = 120.0, 32  # what a worker may take to import the user's modules; calls sent at a time
-_BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv.pop()); from shardproof.rl.reward_workers import serve; serve()"
 
 
 def serve() -> None:
     """A worker's life: import the rewards, then answer chunks of calls, one reply per call, until told to leave."""
-    parent, descriptor, lifeline = map(int, sys.argv[1:4])
-    _die_with_rank(parent, lifeline)
-    os.set_inheritable(descriptor, False)  # a process that a reward starts must not keep the connection open
+    (descriptor,) = take_files()
     connection = Connection(descriptor)
     with contextlib.suppress(EOFError, OSError):
         try:
@@ -54,27 +43,6 @@ def serve() -> None:
                 # Read here, so that each call has a row of its own: what a reward does to it reaches no other call.
                 name, sample = pickle.loads(call)
                 connection.send(attempt(functions[name], sample))
-
-
-def _die_with_rank(parent: int, lifeline: int) -> None:
-    """Have this worker, and what its rewards start, killed once the rank is gone, even in the middle of a call.
-
-    The rank holds the other end of `lifeline` and writes nothing, so it is readable when the rank is gone. The kernel
-    then sends the signal: a thread would not get to run beside C code that keeps the interpreter lock, such as a regular
-    expression. The thread is for kernels that cannot, and for a rank whose own fork has a copy of its end.
-    """
-    os.set_inheritable(lifeline, False)
-    with contextlib.suppress(OSError):  # sandboxes whose kernel cannot
-        fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
-        fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
-        fcntl.fcntl(lifeline, fcntl.F_SETFL, os.O_ASYNC)
-    threading.Thread(target=_watch, args=(parent,), daemon=True).start()
-
-
-def _watch(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(0.5)
-    os.killpg(0, signal.SIGKILL)
 
 
 class _NotAnAnswer(Exception):
@@ -97,21 +65,14 @@ class _Worker:
         self.pending: deque[Call] = deque()
         self.deadline = time.monotonic() + START_S
         self.connection, remote = Pipe()
-        lifeline, self._lifeline = Pipe(duplex=False)
         # A worker that stops in the middle of a message must not stop its rank.
         limit = struct.pack("ll", math.ceil(timeout_s), 0)
         with socket.fromfd(self.connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as end:
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
             end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
-        path = json.dumps([entry for entry in sys.path if isinstance(entry, str)])
-        descriptors = [remote.fileno(), lifeline.fileno()]
-        arguments = [sys.executable, "-c", _BOOT, *map(str, [os.getpid(), *descriptors]), path]
-        # A session of its own: Ctrl-C does not reach it, and killing its group also ends what its rewards started.
-        self.process = subprocess.Popen(
-            arguments, pass_fds=descriptors, stdin=subprocess.DEVNULL, start_new_session=True
-        )
-        remote.close()
-        lifeline.close()
+        with remote:
+            self._started = WorkerProcess("shardproof.rl.reward_workers", [remote.fileno()])
+        self.process = self._started.popen
         self.send(list(names))
 
     def submit(self, calls: Sequence[Call]) -> None:
@@ -145,35 +106,9 @@ class _Worker:
 
     def stop(self, patience_s: float = 0.0) -> str:
         """End the process and all it started; returns how it ended."""
-        if not self.connection.closed:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(patience_s)
-            # Sandboxes run generated code in sessions of its own, which the group's signal does not reach.
-            hidden = _descendants(self.process.pid) if self.process.poll() is None else []
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-            for each in hidden:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(each, signal.SIGKILL)
-            self.connection.close()
-            self._lifeline.close()
-        code = self.process.wait()
-        return f"signal {-code}" if code < 0 else f"exit code {code}"
-
-
-def _descendants(process: int) -> list[int]:
-    """The processes that a process and its children started, where the system lists them as Linux does."""
-    children: dict[int, list[int]] = {}
-    for entry in os.listdir("/proc") if os.path.isdir("/proc") else ():
-        # Whatever is not a process, or no longer. The name before the parent may hold anything, spaces and brackets too.
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            stat = Path("/proc", str(int(entry)), "stat").read_text(errors="replace")
-            children.setdefault(int(stat.rpartition(")")[2].split()[1]), []).append(int(entry))
-    found, left = [], [process]
-    while left:
-        left += (started := children.pop(left.pop(), []))
-        found += started
-    return found
+        how = self._started.end(patience_s)
+        self.connection.close()
+        return how
 
 
 class WorkerPool:

@@ -14,12 +14,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Pipe, wait
 
-from shardproof.bounds import within
+from shardproof.bounds import MAX_WEIGHT, within
 from shardproof.errors import choose, fail
 from shardproof.rl.reward_functions import (
     BUILT_IN,
     CANNOT_HANG,
-    MAX_WEIGHT,
     Outcome,
     Sample,
     attempt,
@@ -42,7 +41,8 @@ class RewardSpec:
 class RewardRunner(contextlib.AbstractContextManager["RewardRunner"]):
     """Scores samples; a reward that raises, hangs, dies or returns no finite number marks its sample as failed.
 
-    With on_error="stop" the first such failure raises R504 instead. The weighted sum of a sample's rewards is its total.
+    With on_error="stop" the first such failure raises R504 instead. The weighted sum of a sample's rewards is its total;
+    without any functions, where an environment alone rewards, it is 0.
     """
 
     def __init__(
@@ -215,7 +215,6 @@ class PendingRewards(contextlib.AbstractContextManager["PendingRewards"]):
 def _require_settings(specs: Sequence[RewardSpec], timeout_s: float, num_workers: int) -> None:
     names = [spec.name for spec in specs]
     wrong = {
-        "reward.functions is empty": not names,
         f"reward.functions lists a function twice: {', '.join(names)}": len(set(names)) < len(names),
         f"a reward's weight is not between -{MAX_WEIGHT:g} and {MAX_WEIGHT:g}": not all(
             within(abs(spec.weight), MAX_WEIGHT) for spec in specs
