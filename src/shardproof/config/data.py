@@ -14,8 +14,8 @@ class Data(Section):
     """The prompts, and which columns hold what."""
 
     train: str
-    """Rows to train on: a `.jsonl`, `.json` or `.parquet` file, or a hub data set as
-    `hf:name[:config][:split]`."""
+    """Rows to train on: a `.jsonl`, `.json` or `.parquet` file, a hub data set as
+    `hf:name[:config][:split]`, or rows that the environment has itself as `environment:SPLIT`."""
     evaluation: str | None = None
     """Held-out rows for evaluation, in the same formats. `output.eval_every` needs it."""
     prompt_column: str = "prompt"
@@ -36,7 +36,8 @@ class Reward(Section):
     """One reward function and its weight."""
 
     name: str
-    """`exact_match`, `numeric`, `regex`, `regex(pattern)`, or your own function as `module:function`."""
+    """`exact_match`, `numeric`, `regex`, `regex(pattern)`, `math_verify`, or your own function as
+    `module:function`."""
     weight: Annotated[float, Bound(ge=-1e6, le=1e6)] = 1.0
     """Factor in the sum of all rewards. Negative: a penalty. 0: reported in the metrics but not learned from.
     """

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import logging
 import math
 import numbers
 import os
@@ -11,7 +13,7 @@ from collections.abc import Callable
 from decimal import Decimal
 from typing import Any
 
-from shardproof.bounds import within
+from shardproof.bounds import MAX_REWARD, within
 from shardproof.errors import ShardproofError, did_you_mean, fail
 from shardproof.user_code import describe_error, end_fork_of, import_named, is_user_name
 
@@ -19,13 +21,13 @@ Sample = tuple[str, str, dict[str, Any]]  # prompt, completion, row
 Reward = Callable[[str, str, dict[str, Any]], float]
 Outcome = tuple[float, str | None]  # the value, and the error that made it zero
 
-# With the largest weight, totals are still finite in float32, and so are the squares that a deviation is made of.
-MAX_REWARD, MAX_WEIGHT = 1e12, 1e6
-
 _NUMBER = re.compile(
     r"(?:(?<![\w.)])[-+\u2212])?"  # a sign, but not the minus of 7-3
     r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<![0-9])\.[0-9]+)(?:[eE][-+]?[0-9]+)?"
 )
+
+_MATH_S = 2  # for reading the answer, for reading the completion, and for comparing them
+_SENTENCE = re.compile(r"[$#]|\\boxed|\\[(\[]|(?<![\\A-Za-z])[A-Za-z]{4,}")  # marks of mathematics, or words
 
 
 def exact_match(prompt: str, completion: str, row: dict[str, Any]) -> float:
@@ -51,8 +53,37 @@ def regex(pattern: str | None = None) -> Reward:
     return reward
 
 
-BUILT_IN: dict[str, Reward] = {"exact_match": exact_match, "numeric": numeric, "regex": regex()}
-# A pattern is the user's, and can take exponential time: regex runs in the workers like the user's own functions.
+def math_verify(prompt: str, completion: str, row: dict[str, Any]) -> float:
+    """1 when the completion's last mathematical answer equals the row's, by the package math-verify: 1/2, 0.5, \\frac12."""
+    package = _math_verify_package()
+    answer = _mathematics(row)
+    if not (gold := package.parse(answer, parsing_timeout=_MATH_S)):
+        raise ValueError(f"math-verify finds no mathematics in the answer {answer[:40]!r}")
+    found = package.parse(completion, parsing_timeout=_MATH_S)
+    return float(package.verify(gold, found, timeout_seconds=_MATH_S))
+
+
+def _math_verify_package() -> Any:
+    try:
+        import math_verify as package
+    except ImportError as error:
+        raise unknown_reward(
+            f"reward 'math_verify' cannot be used: {error}.", fix="pip install 'shardproof[math]'"
+        ) from error
+    logging.getLogger("math_verify").setLevel(
+        logging.CRITICAL
+    )  # a warning for each completion that it cannot read
+    return package
+
+
+BUILT_IN: dict[str, Reward] = {
+    "exact_match": exact_match,
+    "numeric": numeric,
+    "regex": regex(),
+    "math_verify": math_verify,
+}
+# A pattern is the user's, and can take exponential time, as can what a model writes as mathematics: these run in the
+# workers like the user's own functions. math-verify's own time limits need a process's main thread, which they have there.
 CANNOT_HANG = ("exact_match", "numeric")
 
 
@@ -90,6 +121,18 @@ def _expected_number(row: dict[str, Any]) -> float:
     return expected
 
 
+def _mathematics(row: dict[str, Any]) -> str:
+    """The answer, marked as mathematics unless it is text that holds some: of a bare 3\\pi only the 3 would be read."""
+    text = str(_answer(row)).strip()
+    if not text:
+        raise ValueError("the row's 'answer' is empty")
+    with contextlib.suppress(ArithmeticError):
+        number = Decimal(text)
+        if number.is_finite() and abs(number.adjusted()) < 100:
+            return f"${number:f}$"  # 1e-05 would be read with Euler's number
+    return text if _SENTENCE.search(text) else f"${text}$"
+
+
 def _pattern(row: dict[str, Any]) -> re.Pattern[str]:
     pattern = _cell(row, "pattern", "text", (str,))
     try:
@@ -112,6 +155,7 @@ _NEEDS: dict[str, Callable[[dict[str, Any]], object]] = {
     "exact_match": _answer,
     "numeric": _expected_number,
     "regex": _pattern,
+    "math_verify": _mathematics,
 }
 
 
@@ -124,6 +168,8 @@ def _last_number(text: str) -> float | None:
 
 def find_reward(name: str) -> Reward:
     """The function that `name` stands for: built in, `regex(pattern)`, or the user's `module:function`."""
+    if name == "math_verify":
+        _math_verify_package()  # where it is missing, say so before the first step
     if name in BUILT_IN:
         return BUILT_IN[name]
     if name.startswith("regex(") and name.endswith(")"):
