@@ -102,7 +102,7 @@ with sp.deadline("load", seconds=60):  # collectives inside fail after 60 s, not
     ),
     (
         "Environments",
-        ("Environment", "Turn", "Reply", "Opening", "ToolCall"),
+        ("Environment", "Turn", "Reply", "Opening", "ToolCall", "ToolEnvironment", "tool"),
         """\
 class Guess(sp.Environment):
     \"\"\"The policy guesses a number, and is told where to go on.\"\"\"
@@ -119,7 +119,48 @@ class Guess(sp.Environment):
 
 game = Guess()
 game.start({"answer": "7"}, seed=0)
-assert game.step(sp.Turn("4", content="4")).messages == "higher\"""",
+assert game.step(sp.Turn("4", content="4")).messages == "higher"
+
+
+class Shop(sp.ToolEnvironment):
+    \"\"\"The policy buys by calling a tool.\"\"\"
+
+    def start(self, row, seed):
+        self.money = row["money"]
+
+    @sp.tool
+    def buy(self, item: str, count: int = 1) -> str:
+        \"\"\"Buy something.
+
+        Args:
+            item: what to buy
+            count: how many
+        \"\"\"
+        self.money -= count
+        return f"you have {self.money} left"
+
+    def finish(self, turn):  # the last turn: a number is the conversation's reward
+        return 1.0 if self.money >= 0 else 0.0
+
+
+assert Shop().tools[0]["function"]["name"] == "buy\"""",
+    ),
+    (
+        "Prove what is trained on",
+        ("TokenLedger", "attest_batch", "Trajectory", "Segment"),
+        """\
+asked = sp.Trajectory.of_prompt((1, 2, 3), group=0, sample=0)
+turn = sp.Segment((4, 5), "policy", logprobs=(-0.5, -2.0), version=0, trained=True)
+answered = asked.extended(turn)  # what your engine returned
+ledger = sp.TokenLedger()
+ledger.record(asked, answered)
+
+batch = sp.Batch([answered.tokens], mask=[[0, 0, 0, 1, 1]], rollout_logps=[[0, 0, 0, -0.5, -2.0]])
+assert sp.attest_batch(batch, [answered], ledger) == []  # no findings: train on it
+
+batch.sequences[0][4] = 6  # a token that was not sampled
+(finding,) = sp.attest_batch(batch, [answered], ledger)
+assert "turn 1, token 1: the batch has 6, the engine sampled 5." in finding.message""",
     ),
     (
         "Findings and errors",
@@ -144,7 +185,10 @@ MEMBERS = {
     "Trainer": ("step",),
     "WeightStream": ("metadata", "close"),
     "Environment": ("start", "step", "close", "rows"),
+    "ToolEnvironment": ("finish", "toolbox"),
     "SharedWeights": ("path", "write", "close"),
+    "TokenLedger": ("record", "clear"),
+    "Trajectory": ("of_prompt", "extended"),
 }
 # What users are given and do not make: its attributes.
 RETURNED = {

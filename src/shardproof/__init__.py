@@ -34,10 +34,16 @@ _EXPORTS = {
     "make_mesh": "shardproof.dist.mesh",
     "init_distributed": "shardproof.dist.launch",
     "deadline": "shardproof.dist.deadline",
+    "Trajectory": "shardproof.rollout.trajectory",
+    "Segment": "shardproof.rollout.trajectory",
+    "TokenLedger": "shardproof.rollout.token_ledger",
+    "attest_batch": "shardproof.rollout.token_ledger",
     "Environment": "shardproof.environments.protocol",
     "Opening": "shardproof.environments.protocol",
     "Reply": "shardproof.environments.protocol",
     "ToolCall": "shardproof.environments.protocol",
+    "ToolEnvironment": "shardproof.environments.tools",
+    "tool": "shardproof.environments.typed_functions",
     "Turn": "shardproof.environments.protocol",
     "Finding": "shardproof.findings",
     "ShardproofError": "shardproof.errors",
@@ -59,6 +65,8 @@ if TYPE_CHECKING:
     from shardproof.dist.mesh import make_mesh
     from shardproof.doctor.callback import AttestCallback
     from shardproof.environments.protocol import Environment, Opening, Reply, ToolCall, Turn
+    from shardproof.environments.tools import ToolEnvironment
+    from shardproof.environments.typed_functions import tool
     from shardproof.errors import (
         ConfigError,
         ExportFault,
@@ -73,6 +81,8 @@ if TYPE_CHECKING:
     from shardproof.export.shared import SharedWeights
     from shardproof.export.stream import WeightStream
     from shardproof.findings import Finding
+    from shardproof.rollout.token_ledger import TokenLedger, attest_batch
+    from shardproof.rollout.trajectory import Segment, Trajectory
     from shardproof.shard.attest import attest
     from shardproof.shard.load import load
     from shardproof.shard.sharded_model import LoadReceipt, ShardedModel

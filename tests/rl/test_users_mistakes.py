@@ -162,7 +162,8 @@ class Scripted:
         return self.polls.pop(0)
 
 
-ANSWER = Trajectory.of_prompt((1, 2))
+ASKED = Trajectory.of_prompt((1, 2))
+ANSWER = Request(ASKED, 1).answered([3], [-0.5], True, 0)
 
 
 @pytest.mark.parametrize(
@@ -173,9 +174,10 @@ ANSWER = Trajectory.of_prompt((1, 2))
         ([0, 1], [[(0, ANSWER)], [(0, ANSWER)]], "answered ticket 0, which was not requested"),
         ([0, 1], [[(0, "text")]], "answered with a str, not a Trajectory"),
         ([0, 1], [[], [(1, ANSWER)]], "is not busy, but 1 of 2 requests have no answer"),
+        ([0, 1], [[(0, ASKED)], [(1, ANSWER)]], "prompt 0 appended nothing, expected one policy segment"),
     ],
 )
 def test_an_engine_answers_each_request_once(tickets, polls, said):
     engine: Any = Scripted(tickets, polls)
     with pytest.raises(ShardproofError, match=said):
-        generate(engine, [Request(ANSWER, seed) for seed in (1, 2)], Sampling(4))
+        generate(engine, [Request(ASKED, seed) for seed in (1, 2)], Sampling(4))

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
+
+import torch.distributed as dist
 
 from shardproof.bounds import require_number
-from shardproof.errors import fail
+from shardproof.dist.collectives import raise_together
+from shardproof.errors import ShardproofError, error_for, fail
 from shardproof.export.manifest import ExportReceipt
 from shardproof.export.stream import WeightStream
+from shardproof.findings import Finding
+from shardproof.rollout.token_ledger import TokenLedger, appended
 from shardproof.rollout.trajectory import Segment, Trajectory
 
 
@@ -34,6 +39,8 @@ class Request:
 
     trajectory: Trajectory
     seed: int
+    # Another turn may follow: an engine may keep what it computed, until `forget`.
+    continues: bool = False
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -95,33 +102,71 @@ class Engine(Protocol):
 
 
 def answers(
-    engine: Engine, requests: Sequence[Request], sampling: Sampling
+    engine: Engine, requests: Sequence[Request], sampling: Sampling, ledger: TokenLedger | None = None
 ) -> Iterator[list[tuple[int, Trajectory]]]:
-    """[(index in `requests`, trajectory)] as they come. Collective: every rank."""
+    """[(index in `requests`, trajectory)] as they come; `ledger` records what each request read and what came back.
+
+    An answer that breaks a promise of `Engine`, for example changes tokens that it was to continue, is not returned, and
+    raises on every rank once the engine is done. Collective: every rank.
+    """
     if engine.busy:
         fix = "poll it until it is not busy"
         raise fail("R501", "generate", "the engine still has other requests to answer.", fix=fix)
     tickets = engine.submit(requests, sampling)
-    _require(len(tickets) == len(requests), f"returned {len(tickets)} tickets for {len(requests)} requests")
-    waiting = {ticket: index for index, ticket in enumerate(tickets)}
+    waiting = {ticket: index for index, ticket in enumerate(tickets[: len(requests)])}
+    problems: list[Finding] = []
+    if len(tickets) != len(requests):
+        problems.append(_breach(f"returned {len(tickets)} tickets for {len(requests)} requests"))
     while engine.busy:
-        ready = engine.poll()
-        for ticket, found in ready:
-            _require(ticket in waiting, f"answered ticket {ticket!r}, which was not requested")
-            _require(
-                isinstance(found, Trajectory), f"answered with a {type(found).__name__}, not a Trajectory"
-            )
-        yield [(waiting.pop(ticket), trajectory) for ticket, trajectory in ready]
-    _require(not waiting, f"is not busy, but {len(waiting)} of {len(requests)} requests have no answer")
+        ready = []
+        for ticket, found in engine.poll():
+            try:
+                index = _index_of(ticket, found, waiting)
+                check = appended if ledger is None else ledger.record
+                check(requests[index].trajectory, found)
+            except ShardproofError as error:
+                problems += error.findings
+            else:
+                ready.append((index, found))
+        yield ready
+    if waiting and not problems:
+        count = f"{len(waiting)} of {len(requests)} requests have no answer"
+        problems.append(_breach(f"is not busy, but {count}"))
+    _raise_on_every_rank(problems[:1])
 
 
-def _require(is_kept: bool, breach: str) -> None:
-    """Raise if an engine, which may be a user's, does not do what `Engine` promises."""
-    if not is_kept:
-        raise fail("R500", "generate", f"the engine {breach}.", fix="see docs/extending.md#an-engine")
+def _index_of(ticket: Any, found: object, waiting: dict[Any, int]) -> int:
+    """The request that a ticket stands for, which is answered now."""
+    if ticket not in waiting:
+        raise error_for([_breach(f"answered ticket {ticket!r}, which was not requested")])
+    if not isinstance(found, Trajectory):
+        raise error_for([_breach(f"answered with a {type(found).__name__}, not a Trajectory")])
+    return waiting.pop(ticket)
 
 
-def generate(engine: Engine, requests: Sequence[Request], sampling: Sampling) -> list[Trajectory]:
-    """All answers, in the order of the requests. Collective: every rank."""
-    found = dict(answer for some in answers(engine, requests, sampling) for answer in some)
+def _breach(what: str) -> Finding:
+    """What an engine, which may be a user's, does against what `Engine` promises."""
+    return Finding("R500", "generate", f"the engine {what}.", fix="see docs/extending.md#an-engine")
+
+
+def _raise_on_every_rank(problems: list[Finding]) -> None:
+    """Collective: every rank, where there are several."""
+    if dist.is_initialized():
+        raise_together(problems)
+    elif problems:
+        raise error_for(problems)
+
+
+def generate(
+    engine: Engine, requests: Sequence[Request], sampling: Sampling, ledger: TokenLedger | None = None
+) -> list[Trajectory]:
+    """All answers, in the order of the requests; `ledger` records them. Collective: every rank."""
+    found = dict(answer for some in answers(engine, requests, sampling, ledger) for answer in some)
     return [found[index] for index in range(len(requests))]
+
+
+def forget(engine: Engine) -> None:
+    """Have an engine give up what it kept of conversations: none of them goes on. Engines need not have `forget()`."""
+    method = getattr(engine, "forget", None)
+    if callable(method):
+        method()

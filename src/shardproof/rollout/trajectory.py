@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import groupby
 from typing import Any, Literal
 
 Author = Literal["prompt", "policy", "environment", "template", "data"]
@@ -21,7 +22,7 @@ class Segment:
     logprobs: tuple[float, ...] | None = None  # that each token was drawn with
     version: int | None = None  # of the weights that drew them; of several, the oldest
     trained: bool = False  # the loss counts these tokens
-    reward: float = 0.0  # of the environment, for this turn of the policy
+    reward: float = 0.0  # of the environment for this turn of the policy, as weighed in the total
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,14 @@ class Reward:
     failures: Mapping[str, str] = field(default_factory=dict)  # what failed, and how; its part is 0
     failed: bool = False  # a reward that counts in the total failed: the total says nothing
     penalty: float = 0.0  # of the algorithm, for length; trained on, and no part of the total
+    left_out: bool = (
+        False  # known, but not learned from: a limit ended the conversation (environment.truncation)
+    )
+
+    @property
+    def counts(self) -> bool:
+        """Whether it is learned from: neither failed nor left out."""
+        return not (self.failed or self.left_out)
 
     @property
     def trained(self) -> float:
@@ -71,8 +80,9 @@ class Trajectory:
 
     @property
     def sampled(self) -> tuple[Segment, ...]:
-        """The policy's own segments."""
-        return tuple(segment for segment in self.segments if segment.author == "policy")
+        """The policy's own segments, in all sequences of the conversation."""
+        parts = (*self.earlier, self)
+        return tuple(segment for part in parts for segment in part.segments if segment.author == "policy")
 
     @property
     def num_sampled(self) -> int:
@@ -123,3 +133,9 @@ def reward_of(trajectory: Trajectory) -> Reward:
     """The trajectory's reward, which must be there."""
     assert trajectory.reward is not None, "nothing has rewarded this trajectory"
     return trajectory.reward
+
+
+def conversations_of(sequences: Sequence[Trajectory]) -> list[int]:
+    """Which conversation each sequence belongs to, counted from 0: those of one have its place and follow each other."""
+    runs = groupby(sequences, key=lambda sequence: (sequence.group, sequence.sample))
+    return [number for number, (_, members) in enumerate(runs) for _ in members]
