@@ -16,6 +16,7 @@ class ToolCall:
 
     name: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
+    id: str = ""  # where the model's format has one
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,7 @@ class Environment:
     tools: Sequence[Schema] = ()  # that the policy may call
     # Whether `start` and the same turns lead to the same state again: a conversation whose worker died is rebuilt so.
     replayable: ClassVar[bool] = True
+    timeout_s: float = 30.0  # longest time for one `start` or `step`; the worker sets it to `environment.timeout_s`
 
     def start(self, row: dict[str, Any], seed: int) -> Opening | Sequence[Message] | str | None:
         """Begin a conversation about a copy of a data row. None: with the row's prompt.
@@ -90,6 +92,7 @@ class Failure:
     """An environment that raised, hung, died or answered with something else: its conversation ends here."""
 
     error: str  # one line
+    out_of_time: bool = False  # environment.max_seconds ended the conversation: a limit, not a fault
 
 
 Answer = Opening | Reply | Failure
