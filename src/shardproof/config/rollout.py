@@ -33,6 +33,11 @@ class Rollout(Section):
     batch_size: Count = 256
     """Completions that each rank decodes at a time. Lower it if sampling runs out of memory; results do not
     change."""
+    cache_gib: Annotated[float, Bound(ge=0.0, le=2.0**20)] = 4.0
+    """Most GiB per rank in which the embedded engine keeps the keys and values of conversations between their
+    turns, so that a turn reads only what is new. Conversations that find no room are read again from their
+    start. 0 keeps none. Used only with an environment; freed before each update. For vLLM, which has a cache
+    of its own, see `gpu_memory_utilization` and `kv_cache_gib`."""
     offload_policy: bool = False
     """Move the policy to host memory while completions are sampled, to leave the GPU to the engine."""
     sleep: bool = False

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch.nn.functional import pad
-from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers import Cache, PreTrainedModel
 
 from shardproof.rollout.engine import Request, Sampling
+from shardproof.rollout.kept import KeptTurns
+from shardproof.rollout.reading import Forward, Prompts
 from shardproof.rollout.trajectory import Trajectory
 
 _BLOCK = 128  # entries of the vocabulary whose weights are added up together
 
-# (input_ids, attention_mask, position_ids, cache) -> logits of the last position, [rows, vocabulary]
-Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, DynamicCache], torch.Tensor]
 # (work is left on this rank) -> some rank has work left; the step is then run by all
 AnyoneLeft = Callable[[bool], bool]
 
@@ -46,12 +47,14 @@ def decode(
     version: int,
     anyone_left: AnyoneLeft | None = None,
     idle: Callable[[], None] | None = None,
+    kept: KeptTurns | None = None,
 ) -> list[Trajectory]:
     """Answer all requests in one batch; a prompt that several share is read once, and a finished row leaves.
 
-    With `anyone_left` every forward is collective: a rank that is done runs `idle` until the others are too.
+    With `anyone_left` every forward is collective: a rank that is done runs `idle` until the others are too. What
+    `kept` has of a prompt is not read again, and it gets the rows of requests that continue.
     """
-    batch = _Running(requests, config, device)
+    batch = _Running(requests, kept)
     for step in range(sampling.max_new_tokens):
         left = bool(batch.rows)
         if not (anyone_left(left) if anyone_left is not None else left):
@@ -60,9 +63,10 @@ def decode(
             assert idle is not None
             idle()
             continue
-        logits = forward(batch.input_ids, batch.attention_mask, batch.position_ids, batch.cache)
         if step == 0:
-            logits = batch.fan_out(logits)
+            logits = batch.read(forward, config, device)
+        else:
+            logits = forward(batch.input_ids, batch.attention_mask, batch.position_ids, batch.cache)
         tokens, logprobs = draw(logits, [requests[row].seed for row in batch.rows], step, sampling)
         batch.advance(tokens, logprobs, sampling)
     return [
@@ -72,37 +76,25 @@ def decode(
 
 
 class _Running:
-    """The rows that are still being completed: prompts padded on the left, one cache for all.
+    """The rows that are still being completed, one per request: prompts padded on the left, one cache for all."""
 
-    There is one row per prompt before `fan_out`, and one per request after it.
-    """
-
-    def __init__(self, requests: Sequence[Request], config: Any, device: torch.device):
+    def __init__(self, requests: Sequence[Request], kept: KeptTurns | None):
         self.rows = list(range(len(requests)))
         self.tokens: list[list[int]] = [[] for _ in requests]
         self.logprobs: list[list[float]] = [[] for _ in requests]
         self.finished = [False] * len(requests)
-        self.cache = DynamicCache(config=config)
-        if not requests:
-            return
-        prompts = {prompt: row for row, prompt in enumerate(dict.fromkeys(r.tokens for r in requests))}
-        self.prompt_of = torch.tensor([prompts[request.tokens] for request in requests], device=device)
-        longest = max(map(len, prompts))
-        ids = torch.zeros(len(prompts), longest, dtype=torch.int64)
-        mask = torch.zeros_like(ids)
-        for prompt, row in prompts.items():
-            ids[row, longest - len(prompt) :] = torch.tensor(prompt)
-            mask[row, longest - len(prompt) :] = 1
-        self.input_ids, self.attention_mask = ids.to(device), mask.to(device)
-        self.position_ids = (self.attention_mask.cumsum(1) - 1).clamp(min=0)
+        self._requests, self._kept = requests, kept
 
-    def fan_out(self, logits: torch.Tensor) -> torch.Tensor:
-        """Give every request its copy of its prompt's row; returns the logits of each request."""
-        if len(logits) < len(self.rows):
-            self.cache.batch_select_indices(self.prompt_of)
-            self.attention_mask = self.attention_mask[self.prompt_of]
-            self.position_ids = self.position_ids[self.prompt_of]
-        return logits[self.prompt_of]
+    def read(self, forward: Forward, config: Any, device: torch.device) -> torch.Tensor:
+        """Read the prompts, and give every request its copy of its prompt's row; returns the logits of each request."""
+        prompts = Prompts(self._requests, config, device, self._kept)
+        logits = prompts.read(forward)
+        self.cache, self.attention_mask, chosen = prompts.cache, prompts.mask, prompts.prompt_of
+        self.position_ids = prompts.last_positions[chosen]
+        if chosen.tolist() != list(range(len(logits))):
+            self.cache.batch_select_indices(chosen)
+            self.attention_mask = self.attention_mask[chosen]
+        return logits[chosen]
 
     def advance(self, tokens: torch.Tensor, logprobs: torch.Tensor, sampling: Sampling) -> None:
         """Append a token to each row, drop the rows that are done, and set up the next forward."""
@@ -115,6 +107,8 @@ class _Running:
             self.finished[row] = token in sampling.stop_ids
             if not self.finished[row] and len(self.tokens[row]) < sampling.max_new_tokens:
                 keep.append(index)
+            elif self._kept is not None and self._requests[row].continues:
+                self._keep(index, self._requests[row], self.tokens[row], self._kept)
         chosen = torch.tensor(keep, dtype=torch.int64, device=tokens.device)
         if len(keep) < len(self.rows):
             self.rows = [self.rows[index] for index in keep]
@@ -122,28 +116,43 @@ class _Running:
             if keep:
                 self.cache.batch_select_indices(chosen)
         self.input_ids = tokens[chosen, None]
-        self.position_ids = self.position_ids[chosen, -1:] + 1
+        self.position_ids = self.position_ids[chosen] + 1
         self.attention_mask = torch.cat([self.attention_mask, torch.ones_like(self.input_ids)], dim=1)
+
+    def _keep(self, index: int, request: Request, drawn: Sequence[int], kept: KeptTurns) -> None:
+        """Keep what the cache has of a row. Nothing has read its last token yet."""
+        there = self.attention_mask[index].bool()
+        layers = []
+        for layer in self.cache.layers:
+            assert layer.keys is not None and layer.values is not None
+            layers.append((layer.keys[index][:, there], layer.values[index][:, there]))
+        kept.keep((*request.tokens, *drawn[:-1]), len(request.tokens), layers)
 
 
 class Prefilled:
     """Requests whose prompts have been read: a row for each request, with its keys, values and first logits."""
 
-    def __init__(self, model: PreTrainedModel, requests: Sequence[Request], device: torch.device):
-        batch = _Running(requests, model.config, device)
-        logits = last_logits(model, batch.input_ids, batch.attention_mask, batch.position_ids, batch.cache)
-        self.logits = logits[batch.prompt_of]
-        self.length = batch.input_ids.shape[1]
-        self.mask = batch.attention_mask[batch.prompt_of].bool()
-        self.last_positions = batch.position_ids[batch.prompt_of, -1:]
-        self._batch = batch
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        requests: Sequence[Request],
+        device: torch.device,
+        kept: KeptTurns | None = None,
+    ):
+        prompts = Prompts(requests, model.config, device, kept)
+        logits = prompts.read(partial(last_logits, model))
+        self._chosen = prompts.prompt_of
+        self.logits = logits[self._chosen]
+        self.mask = prompts.mask[self._chosen].bool()
+        self.length = self.mask.shape[1]
+        self.last_positions = prompts.last_positions[self._chosen]
+        self._cache = prompts.cache
 
     def layers(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """(keys, values) of each layer, [rows, heads, length, width]."""
-        chosen = self._batch.prompt_of
-        for layer in self._batch.cache.layers:
+        for layer in self._cache.layers:
             assert layer.keys is not None and layer.values is not None
-            yield layer.keys[chosen], layer.values[chosen]
+            yield layer.keys[self._chosen], layer.values[self._chosen]
 
 
 def draw(

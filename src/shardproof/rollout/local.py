@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from copy import deepcopy
 from functools import partial
@@ -18,6 +19,7 @@ from shardproof.model.buffers import compute_buffers
 from shardproof.model.replace import place_buffers, replace_parameters
 from shardproof.rollout.decode import decode, last_logits
 from shardproof.rollout.engine import Request, Sampling
+from shardproof.rollout.kept import GIB, KeptTurns, why_not
 from shardproof.rollout.queue import BatchEngine
 from shardproof.rollout.static import FixedDecoder, fits
 from shardproof.rollout.trajectory import Trajectory
@@ -26,14 +28,21 @@ from shardproof.weights.boxes import Box, Piece, cut, put
 from shardproof.weights.mapping import CheckpointMap, map_checkpoint
 from shardproof.weights.reader import TensorEntry
 
+logger = logging.getLogger(__name__)
+
+CACHE_GIB = 4.0
+
 
 class EmbeddedEngine(BatchEngine):
-    """A whole replica of the policy in this process, in the policy's compute dtype. Every rank has its own."""
+    """A whole replica of the policy in this process, in the policy's compute dtype. Every rank has its own.
+
+    It keeps the keys and values of conversations between their turns, up to `cache_gib` GiB, until the weights change.
+    """
 
     canary_gap = None
     version = -1
 
-    def __init__(self, policy: ShardedModel, batch_size: int = 256):
+    def __init__(self, policy: ShardedModel, batch_size: int = 256, cache_gib: float = CACHE_GIB):
         super().__init__(batch_size)
         self.device = policy.device
         self.model = _empty_replica(policy)
@@ -41,27 +50,60 @@ class EmbeddedEngine(BatchEngine):
         self._fixed = None
         if self.device.type == "cuda" and fits(self.model):
             self._fixed = FixedDecoder(self.model, self.device)
+        self.kept = KeptTurns(int(cache_gib * GIB))
+        self._cannot_keep = why_not(self.model.config)
+
+    def submit(self, requests: Sequence[Request], sampling: Sampling) -> list[int]:
+        """Queue this rank's requests; returns a ticket for each. Collective: every rank, possibly with no request."""
+        self.kept.begin_wave()
+        if self._cannot_keep is not None and any(request.continues for request in requests):
+            logger.info(
+                "each turn of a conversation reads all of it again: the engine cannot keep this model's keys and "
+                "values between turns (%s)",
+                self._cannot_keep,
+            )
+            self._cannot_keep, self.kept.max_bytes = None, 0
+        return super().submit(requests, sampling)
+
+    def forget(self) -> None:
+        """Give up what was kept of conversations."""
+        self.kept.clear()
 
     @torch.no_grad()
     def complete(self, requests: Sequence[Request], sampling: Sampling) -> list[Trajectory]:
         """Answer a batch, each rank with its own replica; what fails on one rank fails on all. Collective: every rank."""
         with together("generate"):
-            if self._fixed is not None:
-                found = self._fixed(requests, sampling, self.version)
-            else:
-                found = decode(
-                    partial(last_logits, self.model),
-                    requests,
-                    sampling,
-                    config=self.model.config,
-                    device=self.device,
-                    version=self.version,
+            try:
+                return self._decode(requests, sampling)
+            except torch.OutOfMemoryError:
+                if not len(self.kept):
+                    raise
+                logger.warning(
+                    "out of memory with %.1f GiB of earlier turns kept: they are dropped and will be read again; "
+                    "lower rollout.cache_gib",
+                    self.kept.nbytes / GIB,
                 )
-        return found
+                self.kept.clear()
+                return self._decode(requests, sampling)
+
+    def _decode(self, requests: Sequence[Request], sampling: Sampling) -> list[Trajectory]:
+        kept = self.kept.at(self.version) if self.kept.max_bytes else None
+        if self._fixed is not None:
+            return self._fixed(requests, sampling, self.version, kept)
+        return decode(
+            partial(last_logits, self.model),
+            requests,
+            sampling,
+            config=self.model.config,
+            device=self.device,
+            version=self.version,
+            kept=kept,
+        )
 
     def load_weights(self, stream: WeightStream) -> ExportReceipt:
         """Write a stream into the replica; every element must arrive exactly once. Collective: every rank."""
         self.check_awake("load_weights")
+        self.kept.clear()
         with stream:
             self._inlet.take(stream)
         assert stream.receipt is not None
@@ -72,6 +114,7 @@ class EmbeddedEngine(BatchEngine):
         """Give up the memory of the replica's parameters, and what decoding keeps. Collective: every rank."""
         self.check_idle("sleep")
         self.version, self.asleep = -1, True
+        self.kept.clear()
         if self._fixed is not None:
             self._fixed.release()
         for param in self.model.parameters():
@@ -95,7 +138,8 @@ class EmbeddedEngine(BatchEngine):
 class ShardedEngine(BatchEngine):
     """Generation straight from the FSDP module, for a policy whose replica does not fit.
 
-    Every token gathers the whole model once, so all ranks decode in step until the last one is done.
+    Every token gathers the whole model once, so all ranks decode in step until the last one is done. It keeps nothing
+    between the turns of a conversation: each turn reads all of it.
     """
 
     canary_gap = None

@@ -17,6 +17,7 @@ from shardproof.bounds import largest, within
 from shardproof.rollout import graphs
 from shardproof.rollout.decode import Prefilled
 from shardproof.rollout.engine import Request, Sampling
+from shardproof.rollout.kept import States
 from shardproof.rollout.progress import Progress, draws_rightly
 from shardproof.rollout.trajectory import Trajectory
 
@@ -39,6 +40,10 @@ class Step(Protocol):
 
     def fill(self, started: Prefilled) -> None:
         """Start after the prompts."""
+        ...
+
+    def states(self, row: int, num_tokens: int) -> list[States]:
+        """Copies of the keys and values of a row's first tokens, in every layer."""
         ...
 
     def __call__(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

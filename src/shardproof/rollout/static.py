@@ -26,6 +26,7 @@ from shardproof.rollout import graphs
 from shardproof.rollout.decode import Prefilled, last_logits
 from shardproof.rollout.engine import Request, Sampling
 from shardproof.rollout.fused import FusedStep, can_fuse, fused_record
+from shardproof.rollout.kept import KeptTurns, States
 from shardproof.rollout.progress import Progress
 from shardproof.rollout.proof import CAPACITY, Step, compare_draws, compare_steps
 from shardproof.rollout.trajectory import Trajectory
@@ -73,9 +74,13 @@ def fits(model: PreTrainedModel) -> bool:
         return False
 
 
-def fixed_length(num_tokens: int) -> int:
-    """The cache length for a row of that many tokens."""
-    return -(-num_tokens // _LENGTH_STEP) * _LENGTH_STEP
+def fixed_length(num_tokens: int, grows: bool = False) -> int:
+    """The cache length for a row of that many tokens; for conversations that grow, a power of two.
+
+    Every length needs its own graph. A conversation that grew by steps would need a new one nearly every turn.
+    """
+    length = -(-num_tokens // _LENGTH_STEP) * _LENGTH_STEP
+    return 1 << (length - 1).bit_length() if grows else length
 
 
 def kept_lengths(
@@ -109,6 +114,14 @@ class ModelStep:
         self._mask[:, 0, 0, :width].copy_(started.mask)
         self._column.fill_(width)
 
+    def states(self, row: int, num_tokens: int) -> list[States]:
+        columns = self._mask[row, 0, 0].nonzero()[:num_tokens, 0]
+        found = []
+        for layer in self._cache.layers:
+            assert layer.keys is not None and layer.values is not None
+            found.append((layer.keys[row][:, columns], layer.values[row][:, columns]))
+        return found
+
     def __call__(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         self._mask.index_fill_(3, self._column, True)
         self._column.add_(1)
@@ -133,25 +146,36 @@ class FixedDecoder:
         self._records = True
         self._proved: set[tuple[Any, ...]] = set()  # comparisons that were passed: kernels, rows, sampling
 
-    def __call__(self, requests: Sequence[Request], sampling: Sampling, version: int) -> list[Trajectory]:
-        """Answer all requests in one batch."""
+    def __call__(
+        self, requests: Sequence[Request], sampling: Sampling, version: int, kept: KeptTurns | None = None
+    ) -> list[Trajectory]:
+        """Answer all requests in one batch. What `kept` has is not read again; it gets the rows that continue."""
         if not requests:
             return []
-        started = Prefilled(self._model, requests, self._device)
+        started = Prefilled(self._model, requests, self._device, kept)
         seeds = [request.seed for request in requests]
+        grows = any(request.continues for request in requests)
         while True:
             try:
-                tokens, logprobs = self._loop(started, seeds, sampling).run(started, seeds)
+                loop = self._loop(started, seeds, sampling, grows)
+                tokens, logprobs = loop.run(started, seeds)
                 break
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # whatever compilers, launches, captures and replays raise
                 if not self._go_plainer(error):
                     raise
-        return [
+        answered = [
             _answer(request, row, scores, sampling, version)
             for request, row, scores in zip(requests, tokens.tolist(), logprobs.tolist(), strict=True)
         ]
+        if kept is not None:
+            for row, (request, trajectory) in enumerate(zip(requests, answered, strict=True)):
+                if request.continues:
+                    # Nothing has read the last token yet.
+                    sequence = trajectory.tokens[:-1]
+                    kept.keep(sequence, len(request.tokens), loop.states(row, len(sequence)))
+        return answered
 
     def release(self) -> None:
         """Free all memory and graphs. Comparisons that were passed are remembered."""
@@ -171,11 +195,10 @@ class FixedDecoder:
             return False
         return True
 
-    def _loop(self, started: Prefilled, seeds: list[int], sampling: Sampling) -> _Loop:
+    def _loop(self, started: Prefilled, seeds: list[int], sampling: Sampling, grows: bool) -> _Loop:
         """The memory and the step for such a batch: one of the last few, or a new one."""
         rows = len(seeds)
-        needed = started.length + sampling.max_new_tokens
-        length = fixed_length(needed)
+        length = fixed_length(started.length + sampling.max_new_tokens, grows)
         key = (rows, length, sampling)
         loop = self._loops.pop(key, None)
         if loop is None:
@@ -275,6 +298,10 @@ class _Loop:
                 break
             advance()
         return self._progress.tokens[:taken].T.cpu(), self._progress.logprobs[:taken].T.cpu()
+
+    def states(self, row: int, num_tokens: int) -> list[States]:
+        """Copies of the keys and values of a row's first tokens, in every layer."""
+        return self._model.states(row, num_tokens)
 
     def _begin(self, started: Prefilled, seeds: list[int]) -> None:
         """Copy the prompts' keys and values into the fixed cache, and start after them."""

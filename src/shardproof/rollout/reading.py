@@ -1,0 +1,160 @@
+"""Reading the prompts of a batch into a cache: each different prompt once, and of a conversation only what is new."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+
+from shardproof.rollout.engine import Request
+from shardproof.rollout.kept import Found, KeptTurns
+
+# (input_ids, attention_mask, position_ids, cache) -> logits of the last position, [rows, vocabulary]
+Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, DynamicCache], torch.Tensor]
+
+
+class Prompts:
+    """The different prompts of a batch: after `read`, a row of keys and values for each, padded on the left."""
+
+    def __init__(
+        self, requests: Sequence[Request], config: Any, device: torch.device, kept: KeptTurns | None = None
+    ):
+        self._config, self._device = config, device
+        self._prompts = list(dict.fromkeys(request.tokens for request in requests))
+        rows = {prompt: row for row, prompt in enumerate(self._prompts)}
+        self._row_of = [rows[request.tokens] for request in requests]
+        self._found: list[Found | None] = [
+            kept.take(prompt) if kept is not None else None for prompt in self._prompts
+        ]
+
+    def read(self, forward: Forward) -> torch.Tensor:
+        """The logits after each prompt, [prompts, vocabulary]. `prompt_of` is the row of each request's prompt."""
+        parts, order, logits = [], [], []
+        for rows in self._parts():
+            part = _Part(
+                [self._prompts[row] for row in rows],
+                [self._found[row] for row in rows],
+                self._config,
+                self._device,
+            )
+            logits.append(forward(part.ids, part.mask, part.positions, part.cache))
+            parts.append(part)
+            order += rows
+        self._found = []
+        place = {row: at for at, row in enumerate(order)}
+        self.prompt_of = torch.tensor([place[row] for row in self._row_of], device=self._device)
+        self.last_positions = torch.cat([part.positions[:, -1:] for part in parts])
+        if len(parts) == 1 and not parts[0].num_kept:
+            self.cache, self.mask = parts[0].cache, parts[0].mask
+        else:
+            self._join(parts)
+        return logits[0] if len(logits) == 1 else torch.cat(logits)
+
+    def _join(self, parts: list[_Part]) -> None:
+        """One cache and one mask of all parts, without the gaps between what was kept and what was read."""
+        lengths = [len(prompt) for part in parts for prompt in part.prompts]
+        longest = max(lengths)
+        self.mask = torch.arange(longest) >= longest - torch.tensor(lengths)[:, None]
+        self.mask = self.mask.to(self._device, torch.int64)
+        columns = []
+        for part in parts:
+            # Stable: padding first, then tokens in their order. Columns before the padding read anything: it is masked.
+            order = part.mask.argsort(dim=1, stable=True)[:, -longest:]
+            short = longest - order.shape[1]
+            columns.append(torch.cat([order[:, :1].expand(-1, short), order], 1)[:, None, :, None])
+        self.cache = DynamicCache(config=self._config)
+        for number, layer in enumerate(self.cache.layers):
+            joined = [
+                torch.cat([_gather(each, index) for each, index in zip(pieces, columns, strict=True)])
+                for pieces in zip(*(part.pop_layer(number) for part in parts), strict=True)
+            ]
+            put_states(layer, *joined)
+
+    def _parts(self) -> list[list[int]]:
+        """Rows that are read together: those with much to read apart from those with little, if it pays."""
+        every = list(range(len(self._prompts)))
+        if not any(self._found):
+            return [every]
+        news = [
+            len(prompt) - (found.length if found is not None else 0)
+            for prompt, found in zip(self._prompts, self._found, strict=True)
+        ]
+        every.sort(key=lambda row: news[row])
+        num = len(every)
+
+        def padded(cut: int) -> int:
+            return cut * news[every[cut - 1]] + (num - cut) * news[every[-1]]
+
+        best = min(range(1, num + 1), key=padded)
+        return [every[:best], every[best:]] if 4 * padded(best) < 3 * padded(num) else [every]
+
+
+class _Part:
+    """Prompts that are read together: what was kept of them, then what is new, each padded on its left."""
+
+    def __init__(
+        self,
+        prompts: list[tuple[int, ...]],
+        found: list[Found | None],
+        config: Any,
+        device: torch.device,
+    ):
+        self.prompts = prompts
+        starts = [each.length if each is not None else 0 for each in found]
+        self.num_kept = max(starts)
+        num_new = max(len(prompt) - start for prompt, start in zip(prompts, starts, strict=True))
+        width = self.num_kept + num_new
+        ids = torch.zeros(len(prompts), num_new, dtype=torch.int64)
+        mask = torch.zeros(len(prompts), width, dtype=torch.int64)
+        for row, (prompt, start) in enumerate(zip(prompts, starts, strict=True)):
+            new = len(prompt) - start
+            ids[row, num_new - new :] = torch.tensor(prompt[start:])
+            mask[row, width - new :] = 1
+            mask[row, self.num_kept - start : self.num_kept] = 1
+        self.ids, self.mask = ids.to(device), mask.to(device)
+        self.positions = (self.mask.cumsum(1) - 1).clamp(min=0)[:, self.num_kept :]
+        self.cache = DynamicCache(config=config)
+        if self.num_kept:
+            for layer, states in zip(self.cache.layers, _padded(found, self.num_kept), strict=True):
+                put_states(layer, *states)
+
+    def pop_layer(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """A layer's keys and values, which the part then no longer holds."""
+        layer = self.cache.layers[number]
+        keys, values = layer.keys, layer.values
+        assert keys is not None and values is not None
+        layer.keys = layer.values = None
+        return keys, values
+
+
+def _padded(found: list[Found | None], width: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """(keys, values) of each layer, [rows, heads, width, head width], padded on the left with zeros."""
+    some = next(each for each in found if each is not None)
+    for number in range(len(some.prefix.layers)):
+        states = []
+        for kind in (0, 1):
+            like = some.prefix.layers[number][kind]
+            rows = like.new_zeros(len(found), like.shape[0], width, like.shape[2])
+            for row, each in enumerate(found):
+                if each is not None:
+                    rows[row, :, width - each.length :] = each.prefix.layers[number][kind][:, : each.length]
+            states.append(rows)
+        for each in found:
+            if each is not None and each.is_last_use:
+                each.prefix.layers[number] = (
+                    rows[0, :, :0],
+                    rows[0, :, :0],
+                )  # its memory is free from here on
+        yield states[0], states[1]
+
+
+def _gather(states: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    return states.gather(2, columns.expand(-1, states.shape[1], -1, states.shape[3]))
+
+
+def put_states(layer: Any, keys: torch.Tensor, values: torch.Tensor) -> None:
+    """Give an empty layer of a growing cache its keys and values."""
+    layer.lazy_initialization(keys, values)
+    layer.keys, layer.values = keys, values
