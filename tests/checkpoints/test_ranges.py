@@ -215,7 +215,7 @@ def test_something_else_than_an_index(index):
 
 
 def test_no_file_of_a_checkpoint_is_unpickled(tmp_path):
-    """What ranks write are the elements and nothing else; pickles pass between a rank and its own reward workers alone."""
+    """What ranks write are the elements and nothing else; pickles pass between a rank and its own workers alone."""
     save(tmp_path, {name: [(0, size)] for name, size in SIZES.items()}, 1)
     raw = (tmp_path / FILE).read_bytes()
     for name, rows in json.loads((tmp_path / INDEX_NAME).read_text()).items():
@@ -234,4 +234,4 @@ def test_no_file_of_a_checkpoint_is_unpickled(tmp_path):
         "gather_object(",
     )
     found = {name for name, text in texts.items() if any(word in text for word in unpickling)}
-    assert found == {"reward_workers.py"}
+    assert found == {"reward_workers.py", "worker.py"}

@@ -1,0 +1,177 @@
+"""A worker process as its rank sees it: calls go there, answers come back, and neither can block the rank."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import pickle
+import socket
+import tempfile
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from shardproof.environments.frames import Frames, NoFrame, framed
+from shardproof.environments.guard import NOTE_BYTES, read_note
+from shardproof.environments.protocol import Answer
+from shardproof.environments.spec import START_S, EnvironmentSpec
+from shardproof.processes import WorkerProcess
+
+MARGIN_S = 2.0  # beyond a call's deadline, for the worker to end it by itself
+_READ_BYTES = 2**20
+_MAX_ROWS_BYTES = 2**33
+
+
+class Garbage(Exception):
+    """A worker sent what is no answer: its environment wrote to the connection itself."""
+
+
+@dataclass(eq=False)
+class Conversation:
+    """One conversation: what the environment was asked, what it answered, and where it lives."""
+
+    key: int
+    number: int  # in the workers: keys may come again
+    requests: list[tuple[str, bytes]]  # open, then steps
+    answers: list[Answer] = field(default_factory=list)
+    position: int = 0  # how many of its requests its worker has answered
+    link: Link | None = None
+    seconds: float = 0.0  # of the environment's own time, without that of a replay
+    suspect: bool = False  # its call was one of several in progress when a worker died: the next runs alone
+    lost: str = ""  # how the last worker ended that it lived in
+    over: bool = False
+
+
+@dataclass(eq=False)
+class Call:
+    """Something that a worker is asked."""
+
+    number: int
+    kind: str  # make, rows, open, step or close
+    conversation: Conversation | None
+    given: bytes
+    limit_s: float
+
+    @property
+    def alone(self) -> bool:
+        """Whether nothing else may be in progress beside it."""
+        return self.conversation is not None and self.conversation.suspect
+
+    @property
+    def patience_s(self) -> float:
+        """How long a worker may say nothing while it has this call."""
+        return START_S if self.kind in ("make", "rows") else self.limit_s + MARGIN_S
+
+
+class Link:
+    """One worker process, the calls that wait to be sent to it, and those that it has not answered."""
+
+    def __init__(self, spec: EnvironmentSpec):
+        self.ready = False
+        self.waiting: deque[Call] = deque()
+        self.calls: dict[int, Call] = {}
+        self.conversations: set[Conversation] = set()
+        self._spec = spec
+        self._heard = time.monotonic()
+        self._frames, self._unsent = Frames(), bytearray()
+        self._note = tempfile.TemporaryFile()  # noqa: SIM115
+        self._note.write(bytes(NOTE_BYTES))
+        self._note.flush()
+        self.socket, remote = socket.socketpair()
+        self.socket.setblocking(False)
+        with remote:
+            files = [remote.fileno(), self._note.fileno()]
+            self._started = WorkerProcess("shardproof.environments.worker", files, spec.python)
+        self.process = self._started.popen
+
+    @property
+    def wants_to_write(self) -> bool:
+        """Bytes wait until the worker reads."""
+        return bool(self._unsent)
+
+    @property
+    def deadline(self) -> float:
+        """When the worker has been silent for too long."""
+        patience_s = max((call.patience_s for call in self.calls.values()), default=math.inf)
+        return self._heard + patience_s
+
+    @property
+    def current(self) -> Call | None:
+        """The call whose code the worker is in, or was in when it ended: the one to blame."""
+        if len(self.calls) == 1:
+            return next(iter(self.calls.values()))
+        return self.calls.get(read_note(self._note.fileno()))
+
+    def submit(self, call: Call) -> None:
+        """Have the worker asked as soon as it may be."""
+        self.waiting.append(call)
+        self.feed()
+
+    def feed(self) -> None:
+        """Send what waits. A call that must be alone is sent when nothing is in progress, and nothing until its answer."""
+        while self.waiting and not any(call.alone for call in self.calls.values()):
+            if self.waiting[0].alone and self.calls:
+                return
+            call = self.waiting.popleft()
+            if not self.calls:
+                self._heard = time.monotonic()
+            self.calls[call.number] = call
+            number = call.conversation.number if call.conversation else 0
+            self._unsent += framed(pickle.dumps((call.number, call.kind, number, call.given, call.limit_s)))
+            self.write()
+
+    def write(self) -> None:
+        """Send what the worker takes."""
+        # A worker that is gone is noticed where its answers are read.
+        with contextlib.suppress(BlockingIOError, OSError):
+            while self._unsent:
+                del self._unsent[: self.socket.send(memoryview(self._unsent)[:_READ_BYTES])]
+
+    def read(self) -> Iterator[tuple[Call, dict[str, Any]]]:
+        """What came: calls and their answers. EOFError when the worker is gone, Garbage for what is no answer."""
+        while True:
+            try:
+                data = self.socket.recv(_READ_BYTES)
+            except BlockingIOError:
+                return
+            except OSError as error:
+                raise EOFError from error
+            if not data:
+                raise EOFError
+            try:
+                for message in self._frames.feed(data, self._largest):
+                    yield self._answer(json.loads(message))
+            except (NoFrame, ValueError, RecursionError) as error:
+                raise Garbage from error
+
+    @property
+    def _largest(self) -> int:
+        """The bytes that one answer may have: a character has up to six in JSON, and messages have more than text."""
+        if any(call.kind == "rows" for call in self.calls.values()):
+            return _MAX_ROWS_BYTES
+        return 2**24 + 16 * self._spec.max_reply_chars
+
+    def _answer(self, message: object) -> tuple[Call, dict[str, Any]]:
+        if not isinstance(message, dict) or not isinstance(message.get("seconds"), float):
+            raise Garbage
+        number = message.get("call")
+        call = self.calls.pop(number, None) if isinstance(number, int) else None
+        if call is None:
+            raise Garbage
+        self._heard = time.monotonic()
+        return call, message
+
+    def end(self, patience_s: float = 0.0) -> str:
+        """End the process and all it started; returns how it ended."""
+        how = self._started.end(patience_s)
+        self.socket.close()
+        self._note.close()
+        return how
+
+    def hang_up(self) -> None:
+        """Tell the worker that it is enough."""
+        with contextlib.suppress(OSError):
+            self.socket.shutdown(socket.SHUT_RDWR)
