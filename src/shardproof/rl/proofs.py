@@ -1,4 +1,4 @@
-"""The proof ledger: each hand-over of weights in a run, what was compared, and whether it agreed.
+"""The proof ledger: each hand-over of weights and tokens in a run, what was compared, and whether it agreed.
 
 One line of `events.jsonl` per proof; the report shows them at its top.
 """
@@ -11,13 +11,18 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
-from shardproof.dist.collectives import exchange
-from shardproof.errors import ConfigError, ShardproofError
+from shardproof.dist.collectives import exchange, together
+from shardproof.errors import ConfigError, ShardproofError, error_for
 from shardproof.export.manifest import ExportReceipt
 from shardproof.findings import Finding
+from shardproof.rl.data import Share
+from shardproof.rollout.token_ledger import TokenLedger, compare_batch
+from shardproof.rollout.trajectory import Trajectory
 from shardproof.shard.sharded_model import ShardedModel
+from shardproof.train.batching import Batch
 
 PROOF = "proof"  # the kind of these events
+_MAX_FINDINGS = 8  # of a rank, about one batch
 # What each proof compares. A reader who knows nothing about this project must understand it.
 COMPARED = {
     "load": "Every element that this rank holds was written exactly once, replicated tensors are equal on all ranks, "
@@ -25,6 +30,8 @@ COMPARED = {
     "resume": "Every byte of the checkpoint was compared with the checksum that was saved with it.",
     "sync": "The engine's log-probs of a canary prompt were compared with the trainer's after the engine "
     "received the weights.",
+    "tokens": "Before the update, every sampled token of the batch, the tokens before it, its log-prob and its weight "
+    "version were compared with what the engine read and returned, and the mask with what was sampled.",
     "checkpoint": "Every file was written whole, with a checksum that a resume compares before it reads anything.",
     "export": "Every tensor was sent once and is finite, and the sizes of all files were read back.",
 }
@@ -94,6 +101,41 @@ def proved_load(
     for rank, (text, seconds, details) in enumerate(exchange(_load_of(model))):
         _write(ledger, step, "load", role, Proof(text, details), seconds, rank=rank)
     return model
+
+
+def prove_tokens(
+    ledger: Ledger,
+    step: int,
+    tokens: TokenLedger,
+    batch: Batch,
+    trajectories: Sequence[Trajectory],
+    share: Share,
+    *,
+    whole_turns: bool,
+    noted: bool,
+) -> dict[str, float]:
+    """Compare all ranks' batch with what was sampled, and clear the token ledger; returns the metrics.
+
+    There is a line where `noted` asks for it, and where something does not agree: R507. Collective: every rank.
+    """
+    with proving(ledger, step, "tokens") as proof:
+        with together("rollout") as message:
+            found = compare_batch(batch, trajectories, tokens, whole_turns=whole_turns)
+            if found.findings:
+                raise error_for(found.findings[:_MAX_FINDINGS])
+            message.mine = [found.num_tokens, found.num_trained, found.num_turns, found.num_conversations]
+        sums = [sum(column) for column in zip(*share.once(message.rows), strict=True)]
+        if noted:
+            num, trained, turns, conversations = sums
+            proof.text = f"{num} sampled tokens of {turns} turns in {conversations} conversations are as the engine returned them; {trained} are trained on"
+            proof.details |= {
+                "tokens": num,
+                "trained": trained,
+                "turns": turns,
+                "conversations": conversations,
+            }
+    tokens.clear()
+    return {"ledger/tokens": float(sums[0])}
 
 
 def _write(
