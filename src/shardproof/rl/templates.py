@@ -6,11 +6,12 @@ Templates have a deadline: jinja's sandbox keeps them from doing harm, not from 
 from __future__ import annotations
 
 import ctypes
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 _LOOK_S = 0.05  # how often the deadline is looked at; a call that ends is noticed at once
@@ -42,38 +43,85 @@ def panics_as_errors() -> Iterator[None]:
 def call_each(calls: Sequence[Callable[[], T]], seconds: float) -> list[T]:
     """What the calls return, in order. One that takes longer than `seconds` is ended, and raises `Overdue`.
 
-    They run on a thread of their own: an exception can be raised inside of it from here, on any platform, in any thread
-    of the caller and without signals. It ends what runs in Python, as a template's loops do.
+    They run on a thread of their own, which stays for later calls: an exception can be raised inside of it from here,
+    on any platform, in any thread of the caller and without signals. It ends what runs in Python, as a template's loops
+    do.
     """
-    results: list[T] = []
-    failure: list[BaseException] = []
-    began = time.monotonic()
+    return _THREAD.call_each(calls, seconds) if calls else []
 
-    def work() -> None:
-        nonlocal began
+
+class _Work:
+    """Calls on their way through the thread, and what became of them."""
+
+    def __init__(self, calls: Sequence[Callable[[], Any]]):
+        self.calls = calls
+        self.results: list[Any] = []
+        self.failure: BaseException | None = None
+        self.began = time.monotonic()  # the call that runs now
+        self.done = threading.Event()
+
+    def run(self) -> None:
         try:
-            for call in calls:
-                began = time.monotonic()
-                results.append(call())
+            for call in self.calls:
+                self.began = time.monotonic()
+                self.results.append(call())
         except BaseException as error:
-            failure.append(error)
+            self.failure = error
+        finally:
+            self.done.set()
 
-    thread = threading.Thread(target=work, name="chat-template", daemon=True)
-    thread.start()
+
+class _DeadlineThread:
+    """One thread for all calls: a reply in a conversation needs one call, and a thread for each would cost as much."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._queue: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
+
+    def call_each(self, calls: Sequence[Callable[[], T]], seconds: float) -> list[T]:
+        with self._lock:
+            work = _Work(calls)
+            thread = self._started()
+            self._queue.put(work)
+            try:
+                while not work.done.wait(_LOOK_S):
+                    if time.monotonic() - work.began > seconds:
+                        raise Overdue(len(work.results), seconds)
+            except BaseException:
+                self._give_up(thread)
+                raise
+        if work.failure is not None:
+            raise work.failure
+        return work.results
+
+    def _started(self) -> threading.Thread:
+        # A forked process has the object and not the thread.
+        if self._thread is None or not self._thread.is_alive():
+            self._queue = queue.SimpleQueue()
+            self._thread = threading.Thread(
+                target=_serve, args=(self._queue,), name="chat-template", daemon=True
+            )
+            self._thread.start()
+        return self._thread
+
+    def _give_up(self, thread: threading.Thread) -> None:
+        self._thread = None
+        self._queue.put(None)  # if it ends the call after all
+        assert thread.ident is not None
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(
+            ctypes.c_ulong(thread.ident), ctypes.py_object(_Interrupted)
+        )
+        thread.join(1.0)
+
+
+def _serve(calls: queue.SimpleQueue[_Work | None]) -> None:
     try:
-        while thread.is_alive():
-            thread.join(_LOOK_S)
-            if thread.is_alive() and time.monotonic() - began > seconds:
-                raise Overdue(len(results), seconds)
-    finally:
-        if thread.is_alive():
-            _interrupt(thread)
-    if failure:
-        raise failure[0]
-    return results
+        while (work := calls.get()) is not None:
+            work.run()
+            del work  # a call's results are not kept until the next one
+    except _Interrupted:
+        pass  # it came after the call had ended
 
 
-def _interrupt(thread: threading.Thread) -> None:
-    assert thread.ident is not None
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(_Interrupted))
-    thread.join(1.0)
+_THREAD = _DeadlineThread()

@@ -1,1 +1,1 @@
-"""Chat templates: how messages become tokens, and tokens become messages and tool calls."""
+"""Conversations as tokens: chat templates, the tokens of replies, and what the policy's turns say."""

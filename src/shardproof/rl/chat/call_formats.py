@@ -1,0 +1,186 @@
+"""Which format a model writes its tool calls in: the one whose parser reads back a call that the chat template writes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from shardproof.environments.protocol import Message, Schema, ToolCall
+from shardproof.errors import choose, fail
+from shardproof.rl.chat.json_calls import (
+    Parser,
+    list_parser,
+    named_parser,
+    read_hermes,
+    read_llama,
+    read_mistral,
+)
+from shardproof.rl.chat.reading import Found, Unreadable, call_of
+from shardproof.rl.chat.stand_ins import BEGIN, call_message
+from shardproof.rl.chat.tagged_calls import read_glm, read_harmony, read_python, read_xml
+from shardproof.rl.chat.template import Template, Unrenderable
+
+OWN = "response_template"  # the tokenizer's own description of how to read its model
+_DEEPSEEK = ("<\uff5ctool\u2581calls\u2581begin\uff5c>", "<\uff5ctool\u2581calls\u2581end\uff5c>")
+_KIMI = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
+
+# In the order in which they are tried. The marks are special tokens in some tokenizers, and stay in a turn's text.
+FORMATS: dict[str, tuple[Parser, tuple[str, ...]]] = {
+    "hermes": (read_hermes, ("<tool_call>", "</tool_call>")),
+    "xml": (read_xml, ("<tool_call>", "</tool_call>", "<seed:tool_call>", "</seed:tool_call>")),
+    "glm": (
+        read_glm,
+        ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    ),
+    "mistral": (read_mistral, ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")),
+    "deepseek": (
+        named_parser(
+            "<\uff5ctool\u2581call\u2581begin\uff5c>",
+            "<\uff5ctool\u2581call\u2581end\uff5c>",
+            "<\uff5ctool\u2581sep\uff5c>",
+            _DEEPSEEK,
+        ),
+        (
+            *_DEEPSEEK,
+            "<\uff5ctool\u2581call\u2581begin\uff5c>",
+            "<\uff5ctool\u2581call\u2581end\uff5c>",
+            "<\uff5ctool\u2581sep\uff5c>",
+        ),
+    ),
+    "kimi": (
+        named_parser("<|tool_call_begin|>", "<|tool_call_end|>", "<|tool_call_argument_begin|>", _KIMI),
+        (*_KIMI, "<|tool_call_begin|>", "<|tool_call_end|>", "<|tool_call_argument_begin|>"),
+    ),
+    "granite": (list_parser("<|tool_call|>", ""), ("<|tool_call|>",)),
+    "cohere": (list_parser("<|START_ACTION|>", "<|END_ACTION|>"), ("<|START_ACTION|>", "<|END_ACTION|>")),
+    "harmony": (
+        read_harmony,
+        ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|call|>", "<|return|>"),
+    ),
+    "llama": (read_llama, ("<|python_tag|>",)),
+    "pythonic": (
+        read_python,
+        ("<|python_start|>", "<|python_end|>", "<|tool_call_start|>", "<|tool_call_end|>"),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class CallStyle:
+    """How a model writes tool calls, and how its template takes them."""
+
+    name: str
+    parse: Parser
+    markers: tuple[str, ...] = ()
+    reads_whole: bool = False  # the parser wants the turn with all its special tokens, the last one included
+    arguments_as_text: bool | None = False  # how the template takes arguments; None: it writes no calls
+
+
+def require_known(tool_format: str | None) -> str | None:
+    """The name of a format if there is such a one, else C001 with the nearest."""
+    if tool_format is None:
+        return None
+    return choose("rollout", "environment.tool_format", tool_format, [*FORMATS, OWN])
+
+
+STAND_IN = ToolCall("kq0name", {"place": "kq0place", "days": 3})
+STAND_IN_TOOL: Schema = {
+    "type": "function",
+    "function": {
+        "name": "kq0name",
+        "description": "Stands in for a tool.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "place": {"type": "string", "description": "A place."},
+                "days": {"type": "integer", "description": "A number."},
+            },
+            "required": ["place", "days"],
+        },
+    },
+}
+
+
+def find_style(template: Template, tool_format: str | None) -> CallStyle:
+    """The format that is named, or that reads what the template writes. Raises C001 if there is none."""
+    written = _written_call(template)
+    as_text = None if written is None else written[1]
+    own = getattr(template.tokenizer, OWN, None)
+    if tool_format == OWN and not own:
+        message = f"environment.tool_format={OWN!r}, but the tokenizer has no {OWN}."
+        raise fail("C001", "rollout", message, fix=f"name one of {', '.join(FORMATS)}")
+    styles = [CallStyle(name, *FORMATS[name], arguments_as_text=as_text) for name in FORMATS]
+    if own:
+        parse = partial(_read_own, template, _prompt(template))
+        styles.insert(0, CallStyle(OWN, parse, reads_whole=True, arguments_as_text=as_text))
+    if tool_format is not None:
+        return next(style for style in styles if style.name == tool_format)
+    for style in styles:
+        if written is not None and style.parse(written[0], [STAND_IN_TOOL]).calls in (
+            (STAND_IN,),
+            (ToolCall(STAND_IN.name, STAND_IN.arguments, "call00000"),),
+        ):
+            return style
+    what = "writes no tool calls" if written is None else "writes tool calls in a format that is not known"
+    message = f"the chat template {what}, so the policy's calls cannot be read."
+    fix = f"set environment.tool_format to how the model writes them: {', '.join(FORMATS)}; or use another model"
+    raise fail("C001", "rollout", message, fix=fix)
+
+
+def _prompt(template: Template) -> str:
+    try:
+        return template.render([BEGIN])
+    except Unrenderable:
+        return ""
+
+
+def _written_call(template: Template) -> tuple[str, bool] | None:
+    """A call as the template writes it, with what is around it in the turn, and whether it takes arguments as text."""
+    prompt = _prompt(template)
+    for as_text in (False, True):
+        turn = call_message([STAND_IN], as_text)
+        for tools in ([STAND_IN_TOOL], None):
+            try:
+                text = template.render([BEGIN, turn], tools, prompt=False)
+                begin = template.render([BEGIN], tools)
+            except Unrenderable:
+                continue
+            # Python's own way of writing an object: the template wants text.
+            if "'kq0place'" in text or "kq0place" not in text:
+                continue
+            said = text[len(begin) :] if text.startswith(begin) else text[text.rfind("kq0begin") :]
+            return _without_end(template, said, prompt), as_text
+    return None
+
+
+def _without_end(template: Template, said: str, prompt: str) -> str:
+    """A rendered turn without the special token that ends it."""
+    stripped = said.rstrip()
+    ends = [special for special in template.special_tokens.values() if stripped.endswith(special)]
+    marks = {mark for _, markers in FORMATS.values() for mark in markers}
+    ends = [end for end in ends if end not in marks]
+    return stripped.removesuffix(max(ends, key=len)) if ends else said
+
+
+def _read_own(template: Template, prompt: str, text: str, tools: Sequence[Schema]) -> Found:
+    """A turn as the tokenizer's own response template reads it."""
+    try:
+        message: Message = template.tokenizer.parse_response(text, prefix=prompt, tools=list(tools))
+    except Exception as error:  # made of the tokenizer's files, and for anything that a policy may write
+        return Found(text, (), (f"the turn cannot be read: {' '.join(str(error).split())[:200]}",))
+    calls, malformed = [], []
+    for call in _as_list(message.get("tool_calls")):
+        try:
+            calls.append(call_of(call))
+        except Unreadable as error:
+            malformed.append(str(error))
+    thoughts = [message.get(key) for key in ("reasoning_content", "thinking", "reasoning")]
+    thought = next((each for each in thoughts if isinstance(each, str)), "")
+    content = message.get("content")
+    return Found(content if isinstance(content, str) else "", tuple(calls), tuple(malformed), thought)
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [] if value is None else [value]

@@ -1,0 +1,213 @@
+"""How a tokenizer's chat template and its family's tool format make tokens of messages, and turns of sampled tokens."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import groupby
+from typing import Any
+
+from shardproof.environments.protocol import Message, Schema, Turn
+from shardproof.errors import fail
+from shardproof.rl.chat.call_formats import CallStyle, find_style, require_known
+from shardproof.rl.chat.probe import Rewrite, find_rewrites
+from shardproof.rl.chat.stand_ins import TURN, Scaffold, build_scaffold, call_message
+from shardproof.rl.chat.template import Span, Template, Unrenderable, clean
+from shardproof.rl.chat.thoughts import ThoughtStyle, find_thoughts
+from shardproof.rollout.trajectory import Author, Segment
+
+_KEPT_SCAFFOLDS = 256  # replies with ids of their own make one each
+
+
+class ChatFormat:
+    """A chat model's format: its template, how it writes thoughts and tool calls, and what it writes between turns."""
+
+    def __init__(self, tokenizer: Any, tool_format: str | None = None):
+        self.template = Template(tokenizer)
+        self._tool_format = require_known(tool_format)
+        self._style: CallStyle | None = None
+        self._thoughts: ThoughtStyle | None = None
+        self._scaffolds: dict[str, Scaffold] = {}
+
+    @classmethod
+    def of(cls, tokenizer: Any, tool_format: str | None = None) -> ChatFormat:
+        """The format of a tokenizer with a chat template; `tool_format` names how the model writes tool calls."""
+        return cls(tokenizer, tool_format)
+
+    @property
+    def calls(self) -> CallStyle:
+        """How the model writes tool calls. Raises C001 if no known format reads what the template writes."""
+        if self._style is None:
+            self._style = find_style(self.template, self._tool_format)
+        return self._style
+
+    @property
+    def thoughts(self) -> ThoughtStyle:
+        """How the model writes thoughts."""
+        if self._thoughts is None:
+            self._thoughts = find_thoughts(self.template)
+        return self._thoughts
+
+    def probe(self, roles: Sequence[str], has_tools: bool) -> list[Rewrite]:
+        """How the template rewrites what the policy has read and said, once replies of these roles follow; [] if it does not.
+
+        Raises C001 if the template refuses or leaves out messages of these roles, tools or tool calls.
+        """
+        return find_rewrites(self.template, self.message, roles, self.calls if has_tools else None)
+
+    def prompt(self, messages: Sequence[Message], tools: Sequence[Schema] | None = None) -> list[Segment]:
+        """A whole conversation up to the policy's turn, as one segment."""
+        text = self.template.render([clean(message) for message in messages], tools)
+        return [Segment(tuple(self.template.encode(text)), "prompt")]
+
+    def reply(
+        self, messages: Sequence[Message], ended_with: int | None, tools: Sequence[Schema] | None = None
+    ) -> list[Segment]:
+        """The tokens between what the policy sampled and its next turn: the messages and what the template adds.
+
+        `ended_with` is the stop token that the policy sampled; it is not written again. None: the turn was cut, and the
+        template's end of a turn is written. Raises `Unrenderable` if the template refuses the messages.
+        """
+        if not messages:
+            raise Unrenderable("the reply has no messages")
+        messages, tools = [clean(message) for message in messages], tools or ()
+        scaffold = self._scaffold(messages, tools)
+        tail = scaffold.tail(self.template.render([*scaffold.before, *messages], tools))
+        tokens, spans = self._encode_tail(tail)
+        contents = scaffold.contents(tail, messages)
+        authors: list[Author] = ["environment"] * len(tokens)
+        if spans is not None and contents is not None:
+            authors = [_author(span, contents) for span in spans]
+        begin = scaffold.num_sampled(ended_with, tuple(self.template.special_tokens))
+        pairs = list(zip(authors, tokens))[begin:]
+        return [
+            Segment(tuple(token for _, token in run), author)
+            for author, run in groupby(pairs, key=lambda pair: pair[0])
+        ]
+
+    def turn(
+        self,
+        tokens: Sequence[int],
+        finished: bool,
+        number: int = 1,
+        last: bool = False,
+        tools: Sequence[Schema] | None = None,
+    ) -> Turn:
+        """What the sampled tokens say. Never raises, whatever they are.
+
+        `text` is without special tokens, as rewards read completions. Tool calls are looked for if there are tools, and
+        special tokens that mark them stay in `text` then.
+        """
+        said = tokens[:-1] if finished else tokens
+        style = self.calls if tools else None
+        text = self._text(said, style.markers if style else ())
+        readable = self._text(said, (*(style.markers if style else ()), *self.thoughts.markers))
+        thought, rest = self.thoughts.split(readable)
+        turn = Turn(text, rest, thought, number=number, finished=finished, last=last)
+        if style is None:
+            return turn if thought else replace(turn, content=text)
+        whole = self.template.decode(tokens, special=True) if style.reads_whole else rest
+        found = style.parse(whole, tools or ())
+        thought = found.thought or thought
+        return replace(
+            turn, content=found.content, thought=thought, calls=found.calls, malformed=found.malformed
+        )
+
+    def message(self, turn: Turn) -> Message:
+        """The turn as the assistant's message, to render a conversation anew."""
+        written = bool(turn.calls) and not turn.malformed and self.calls.arguments_as_text is not None
+        if written:
+            message = call_message(turn.calls, bool(self.calls.arguments_as_text), turn.content)
+            return self.thoughts.add(message, turn.thought)
+        if turn.thought and self.thoughts.key is not None:
+            rest = turn.content if not (turn.calls or turn.malformed) else self.thoughts.split(turn.text)[1]
+            return self.thoughts.add({"role": "assistant", "content": rest}, turn.thought)
+        return {"role": "assistant", "content": self.thoughts.opened + turn.text}
+
+    def _text(self, tokens: Sequence[int], markers: Sequence[str]) -> str:
+        special = self.template.special_tokens
+        if not any(special.get(token) in markers for token in tokens):
+            return self.template.decode(tokens, special=False)
+        kept = [token for token in tokens if token not in special or special[token] in markers]
+        return self.template.decode(kept, special=True)
+
+    def _scaffold(self, messages: Sequence[Message], tools: Sequence[Schema]) -> Scaffold:
+        fields = [{key: value for key, value in m.items() if key != "content"} for m in messages]
+        names = [tool.get("function", tool).get("name") for tool in tools]
+        key = json.dumps([fields, names], sort_keys=True, default=str)
+        if key not in self._scaffolds:
+            if len(self._scaffolds) >= _KEPT_SCAFFOLDS:
+                self._scaffolds.pop(next(iter(self._scaffolds)))
+            as_text = self.calls.arguments_as_text if messages[0].get("role") == "tool" else None
+            self._scaffolds[key] = build_scaffold(self.template, messages, tools, as_text)
+        return self._scaffolds[key]
+
+    def _encode_tail(self, tail: str) -> tuple[list[int], list[Span] | None]:
+        """The tail's tokens as they are behind other text: a tokenizer may begin a text of its own differently."""
+        if not self.template.begins_special(tail):
+            tokens, spans = self.template.encode_with_spans(TURN + tail)
+            begins = [n for n, (begin, end) in enumerate(spans or ()) if begin >= len(TURN) and end > begin]
+            if spans is not None and begins and (begins[0] == 0 or spans[begins[0] - 1][1] <= len(TURN)):
+                first = begins[0]
+                return tokens[first:], [(a - len(TURN), b - len(TURN)) for a, b in spans[first:]]
+        return self.template.encode_with_spans(tail)
+
+
+def _author(span: Span, contents: Sequence[Span]) -> Author:
+    """Whose a token is: the environment's as soon as one character of its content is in it."""
+    return "environment" if any(span[0] < end and begin < span[1] for begin, end in contents) else "template"
+
+
+class PlainFormat:
+    """The interface of `ChatFormat` without a template: messages are their contents, one after the other."""
+
+    def __init__(self, tokenizer: Any):
+        self.template = Template(tokenizer)
+
+    def probe(self, roles: Sequence[str], has_tools: bool) -> list[Rewrite]:
+        """[]: nothing is rendered anew. Raises C001 for tools, which plain text has no place for."""
+        if has_tools:
+            message = (
+                "the environment has tools, and without a chat template the model is not told about them."
+            )
+            fix = "set data.chat=true with a tokenizer that has a chat template"
+            raise fail("C001", "rollout", message, fix=fix)
+        return []
+
+    def prompt(self, messages: Sequence[Message], tools: Sequence[Schema] | None = None) -> list[Segment]:
+        """The contents as tokens, with those that the tokenizer begins a text with."""
+        text = "".join(_content(message) for message in messages)
+        return [Segment(tuple(self.template.encode(text, special=True)), "prompt")]
+
+    def reply(
+        self, messages: Sequence[Message], ended_with: int | None, tools: Sequence[Schema] | None = None
+    ) -> list[Segment]:
+        """The contents as the environment's tokens; none for empty ones."""
+        tokens = self.template.encode("".join(_content(message) for message in messages))
+        return [Segment(tuple(tokens), "environment")] if tokens else []
+
+    def turn(
+        self,
+        tokens: Sequence[int],
+        finished: bool,
+        number: int = 1,
+        last: bool = False,
+        tools: Sequence[Schema] | None = None,
+    ) -> Turn:
+        """What the sampled tokens say: text, without special tokens."""
+        text = self.template.decode(tokens[:-1] if finished else tokens, special=False)
+        return Turn(text, text, number=number, finished=finished, last=last)
+
+    def message(self, turn: Turn) -> Message:
+        """The turn as the assistant's message."""
+        return {"role": "assistant", "content": turn.text}
+
+
+def _content(message: Message) -> str:
+    content = clean(message).get("content")
+    if not isinstance(content, str):
+        raise Unrenderable(
+            f"a message's content is {type(content).__name__}; without a chat template it must be text"
+        )
+    return content

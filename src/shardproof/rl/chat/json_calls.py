@@ -1,0 +1,179 @@
+"""Formats in which a tool call is a JSON object, or has its arguments as one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from shardproof.environments.protocol import Schema, ToolCall
+from shardproof.rl.chat.reading import (
+    CallReader,
+    Found,
+    Unreadable,
+    call_of,
+    excerpt,
+    make_call,
+    read_json,
+    read_whole_json,
+    skip_space,
+)
+
+Parser = Callable[[str, Sequence[Schema]], Found]
+_NOT_CLOSED = "the call is not closed: {} is missing"
+
+
+def read_hermes(text: str, tools: Sequence[Schema]) -> Found:
+    """<tool_call>{"name": ..., "arguments": {...}}</tool_call>, any number of them."""
+    return _tagged(text, "<tool_call>", "</tool_call>", call_of)
+
+
+def _tagged(text: str, opener: str, closer: str, make: Callable[[object], ToolCall]) -> Found:
+    """Calls of one JSON value each, between an opening and a closing mark."""
+    reader, place = CallReader(), 0
+    while not reader.is_full and (begin := text.find(opener, place)) >= 0:
+        reader.text(text[place:begin])
+        begin += len(opener)
+        try:
+            # Read before the closing mark is looked for: an argument may hold the mark itself.
+            value, end = read_json(text, begin)
+            end = skip_space(text, end)
+            if not text.startswith(closer, end):
+                problem = text[end:].partition(closer)[0]
+                raise Unreadable(
+                    f"there is text behind the JSON: {excerpt(problem)}"
+                    if closer in text[end:]
+                    else _NOT_CLOSED.format(closer)
+                )
+            place = end + len(closer)
+            reader.read(lambda value=value: make(value))  # type: ignore[misc]
+        except Unreadable as error:
+            end = text.find(closer, begin)
+            place = end + len(closer) if end >= 0 else len(text)
+            reader.wrong(str(error) if end >= 0 else _NOT_CLOSED.format(closer))
+    reader.text(text[place:])
+    return reader.found()
+
+
+def read_llama(text: str, tools: Sequence[Schema]) -> Found:
+    """{"name": ..., "parameters": {...}} as the whole turn, several with ; between them, maybe behind <|python_tag|>."""
+    mark = "<|python_tag|>"
+    before, marked, said = text.partition(mark)
+    if not marked:
+        before, said = "", text
+        if not said.lstrip().startswith("{"):
+            return Found(text)
+    reader, place = CallReader(), 0
+    reader.text(before)
+    while not reader.is_full:
+        try:
+            value, end = read_json(said, place)
+        except Unreadable as error:
+            # An answer may be JSON too, or begin with a brace: only what has a name is taken for a call.
+            if not marked and '"name"' not in said[place : place + 100]:
+                return Found(text)
+            reader.wrong(str(error))
+            break
+        if not marked and not (isinstance(value, dict) and ("name" in value or "function" in value)):
+            return Found(text)
+        reader.read(lambda value=value: call_of(value))  # type: ignore[misc]
+        place = skip_space(said, end)
+        if place == len(said):
+            break
+        if said[place] in ";,":
+            place += 1
+        elif said[place] != "{":
+            reader.wrong(f"there is text behind the call: {excerpt(said[place:])}")
+            break
+    return reader.found()
+
+
+def read_mistral(text: str, tools: Sequence[Schema]) -> Found:
+    """[TOOL_CALLS][{"name": ..., "arguments": {...}, "id": ...}], or [TOOL_CALLS]name[ARGS]{...} for each call."""
+    mark = "[TOOL_CALLS]"
+    before, *parts = text.split(mark)
+    reader = CallReader()
+    reader.text(before)
+    for part in parts:
+        if reader.is_full:
+            break
+        reader.read(lambda part=part: _mistral_calls(part))  # type: ignore[misc]
+    return reader.found()
+
+
+def _mistral_calls(part: str) -> Sequence[ToolCall]:
+    stripped = part.strip()
+    if stripped.startswith("["):
+        values = read_whole_json(stripped)
+        return [call_of(value) for value in values]
+    name, brace, _ = stripped.partition("{")
+    name, _, _ = name.partition("[ARGS]")
+    name, _, call_id = name.partition("[CALL_ID]")
+    if not brace:
+        raise Unreadable(
+            f"the call {excerpt(stripped)} has no arguments: expected a JSON object behind its name"
+        )
+    return [make_call(name, read_whole_json(stripped[stripped.index("{") :]), call_id.strip())]
+
+
+def list_parser(opener: str, closer: str) -> Parser:
+    """A parser of calls that are one JSON list behind a mark, with or without a mark that closes it."""
+
+    def parse(text: str, tools: Sequence[Schema]) -> Found:
+        before, found, said = text.partition(opener)
+        if not found:
+            return Found(text)
+        reader = CallReader()
+        reader.text(before)
+
+        def calls() -> Sequence[ToolCall]:
+            value, end = read_json(said)
+            reader.text(said[end:].replace(closer, "", 1) if closer else said[end:])
+            return [call_of(each) for each in (value if isinstance(value, list) else [value])]
+
+        reader.read(calls)
+        return reader.found()
+
+    return parse
+
+
+def named_parser(begin: str, end: str, between: str, section: tuple[str, str]) -> Parser:
+    """A parser of calls with their name and JSON arguments as two parts: begin, name, between, arguments, end."""
+
+    def parse(text: str, tools: Sequence[Schema]) -> Found:
+        reader, place = CallReader(), 0
+        while not reader.is_full and (opened := text.find(begin, place)) >= 0:
+            reader.text(_without(text[place:opened], section))
+            closed = text.find(end, opened)
+            if closed < 0:
+                reader.wrong(_NOT_CLOSED.format(end))
+                place = len(text)
+                break
+            body = text[opened + len(begin) : closed]
+            reader.read(lambda body=body: _named_call(body, between))  # type: ignore[misc]
+            place = closed + len(end)
+        reader.text(_without(text[place:], section))
+        return reader.found()
+
+    return parse
+
+
+def _without(text: str, marks: Sequence[str]) -> str:
+    for mark in marks:
+        text = text.replace(mark, "")
+    return text
+
+
+def _named_call(body: str, between: str) -> ToolCall:
+    head, found, said = body.partition(between)
+    if not found:
+        raise Unreadable(f"the call {excerpt(body)} has no {between} between its name and its arguments")
+    if (
+        head.strip() == "function"
+    ):  # a kind of tool, and then the name on a line of its own, and JSON in a code block
+        head, _, said = said.partition("\n")
+        said = said.strip().removeprefix("```json").removesuffix("```")
+    call_id = head.strip()
+    name = call_id.removeprefix("functions.")
+    number = name.rpartition(":")
+    if number[1] and number[2].isdigit():  # functions.name:0
+        return make_call(number[0], read_whole_json(said), call_id)
+    return make_call(name, read_whole_json(said))
