@@ -62,6 +62,12 @@ class Algorithm(Section):
     `train.prompts_per_step` must be divisible by it."""
     gamma: Fraction = 1.0
     """Discount per token of later rewards, for `ppo` and `reinforce_pp`."""
+    credit: Literal["trajectory", "turn"] = "trajectory"
+    """What algorithms that compare a group compare in conversations of several turns: `"trajectory"` the
+    whole conversations, so that all turns of one have the same advantage, `"turn"` the first turns with each
+    other, the second turns, and so on, by the rewards from that turn on."""
+    turn_gamma: Fraction = 1.0
+    """Discount per turn of later rewards, in conversations of several turns."""
     gae_lambda: Fraction = 0.95
     """Lambda of generalised advantage estimation, for `ppo`. Lower values trust the critic more."""
     value_clip: Limit | None = 0.2

@@ -65,7 +65,7 @@ class Recipe(Section):
     @model_validator(mode="after")
     def _fits_together(self) -> Recipe:
         """Combinations that cannot work, refused before anything starts."""
-        checks = (_algorithm, _roles, _divergence, _sampling, _batching)
+        checks = (_algorithm, _roles, _divergence, _sampling, _turns, _batching)
         problem = next(filter(None, (check(self) for check in checks)), None)
         if problem is not None:
             raise ValueError(problem)
@@ -106,6 +106,11 @@ def spec_problem(recipe: Recipe, spec: AlgorithmSpec) -> str | None:
         return f"algorithm.updates_per_batch: {name} takes one update per batch; raise train.steps instead"
     if spec.compares_group and recipe.rollout.group_size < 2:
         return f"rollout.group_size=1: {name} compares completions of one prompt and needs at least 2"
+    if settings.credit == "turn" and not spec.compares_group:
+        return (
+            f"algorithm.credit='turn' is for algorithms that compare a group; {name} gives each token the rewards that "
+            "follow it: remove the key"
+        )
     return None
 
 
@@ -148,6 +153,14 @@ def _sampling(recipe: Recipe) -> str | None:
         return (
             "algorithm.dynamic_sampling drops groups of equal rewards: rollout.group_size must be at least 2"
         )
+    return None
+
+
+def _turns(recipe: Recipe) -> str | None:
+    keys = {"credit": "trajectory", "turn_gamma": 1.0}
+    changed = [key for key, default in keys.items() if getattr(recipe.algorithm, key) != default]
+    if changed and recipe.environment is None:
+        return f"algorithm.{changed[0]} is for conversations of several turns; remove it, or add an [environment]"
     return None
 
 

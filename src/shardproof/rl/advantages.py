@@ -1,4 +1,4 @@
-"""Advantages as pure functions of rewards. Shapes: P prompts, G completions each, T tokens."""
+"""Advantages as pure functions of rewards. Shapes: P prompts, G completions each; C conversations, T tokens or turns."""
 
 from __future__ import annotations
 
@@ -39,27 +39,28 @@ def _num_counted(counted_PG: torch.Tensor) -> torch.Tensor:
 
 
 def gae(
-    rewards_T: torch.Tensor, values_T: torch.Tensor, gamma: float, lam: float
+    rewards_CT: torch.Tensor, values_CT: torch.Tensor, discounts_CT: torch.Tensor, lam: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(advantages, returns) of one completion by generalised advantage estimation; nothing follows the last token."""
-    advantages_T = torch.zeros_like(rewards_T)
-    following = torch.zeros(())
-    for t in range(len(rewards_T) - 1, -1, -1):
-        next_value = values_T[t + 1] if t + 1 < len(values_T) else torch.zeros(())
-        delta = rewards_T[t] + gamma * next_value - values_T[t]
-        following = delta + gamma * lam * following
-        advantages_T[t] = following
-    return advantages_T, advantages_T + values_T
+    """(advantages, returns) by generalised advantage estimation; nothing follows the last token.
+
+    `discounts_CT` lie between each token and the next.
+    """
+    following_CT = torch.zeros_like(values_CT)
+    following_CT[:, :-1] = values_CT[:, 1:]
+    deltas_CT = rewards_CT + discounts_CT.to(rewards_CT.dtype) * following_CT - values_CT
+    advantages_CT = discounted(deltas_CT, discounts_CT * lam)
+    return advantages_CT, advantages_CT + values_CT
 
 
-def discounted(rewards_T: torch.Tensor, gamma: float) -> torch.Tensor:
-    """The return from each token on."""
-    returns_T = torch.zeros_like(rewards_T)
-    following = torch.zeros(())
-    for t in range(len(rewards_T) - 1, -1, -1):
-        following = rewards_T[t] + gamma * following
-        returns_T[t] = following
-    return returns_T
+def discounted(rewards_CT: torch.Tensor, discounts_CT: torch.Tensor) -> torch.Tensor:
+    """The return from each place on: the reward there, and the discounted return of the next place."""
+    discounts_CT = discounts_CT.to(rewards_CT.dtype)
+    returns_CT = torch.zeros_like(rewards_CT)
+    following_C = torch.zeros_like(rewards_CT[:, 0])
+    for t in range(rewards_CT.shape[1] - 1, -1, -1):
+        following_C = rewards_CT[:, t] + discounts_CT[:, t] * following_C
+        returns_CT[:, t] = following_C
+    return returns_CT
 
 
 def overlong_penalty(length: int, start: int, limit: int) -> float:

@@ -37,7 +37,9 @@ def _given(prompts: Sequence[Prompt]) -> Batch:
     """Prompts with the completions that the data gives; only these are trained on."""
     return make_batch(
         [
-            Trajectory.of_prompt(prompt.tokens).extended(Segment(prompt.completion, "data", trained=True))
-            for prompt in prompts
+            Trajectory.of_prompt(prompt.tokens, group).extended(
+                Segment(prompt.completion, "data", trained=True)
+            )
+            for group, prompt in enumerate(prompts)
         ]
     )

@@ -42,7 +42,7 @@ def update(
     share = policy.model.sequence_parallel
     updates = []
     for part in mini_batches(experience, num_updates):
-        counted = sum(bool(mask.any()) for mask in part.masks())
+        counted = int((part.counts() > 0).sum())
         moving = _moving(part) if algorithm.skips_zero_advantages else []
         rows = exchange([counted, len(moving)])
         num_sequences = sum(row[0] for row in rows) / share
@@ -82,7 +82,7 @@ def _moving(batch: Batch) -> list[int]:
     """The sequences that can move the policy: not those of groups whose rewards are all equal.
 
     The gradient of the others is zero, so the update is the same without them, and cheaper; weights are those of the
-    whole batch. Where no rank has any, nothing is left out.
+    whole batch, also where some sequences of a conversation are left out. Where no rank has any, nothing is left out.
     """
     return [i for i, row in enumerate(batch.columns["advantages"]) if bool(row.any())]
 

@@ -21,6 +21,7 @@ class Batch:
 
     A column has one value per sequence, or one per token. A sequence of n tokens has n - 1 predictions, so a token column
     has n - 1 values; one of n values belongs to the tokens themselves, and its first value is dropped.
+    Several sequences may be parts of one conversation (`in_conversations`), which is weighed as one.
     """
 
     def __init__(self, sequences: Sequence[Sequence[int]], **columns: Any):
@@ -30,6 +31,7 @@ class Batch:
                 raise fail(
                     "C004", "batch", f"sequence {index} has {len(sequence)} tokens; it needs at least two."
                 )
+        self.conversations = list(range(len(self.sequences)))  # equal numbers: parts of one conversation
         self.columns: dict[str, TokenColumn] = {
             name: self._token_column(name, values) for name, values in columns.items() if values is not None
         }
@@ -68,22 +70,33 @@ class Batch:
         return torch.cat([torch.empty(0), *self.masks()])
 
     def counts(self) -> torch.Tensor:
-        """How many predictions count, per sequence."""
-        return torch.zeros(len(self)).index_add(0, self.sequence_indices(), self.flat_mask())
+        """How many predictions count, per conversation: see `conversation_indices`."""
+        return torch.zeros(len(self)).index_add(0, self.conversation_indices(), self.flat_mask())
 
     def with_column(self, name: str, values: TokenColumn) -> Batch:
         """A copy with one column added or replaced."""
-        return self._like(self.sequences, {**self.columns, name: values})
+        return self._like(self.sequences, self.conversations, {**self.columns, name: values})
+
+    def in_conversations(self, numbers: Sequence[int]) -> Batch:
+        """A copy whose sequences belong to the conversations with these numbers; before, each was one of its own."""
+        if len(numbers) != len(self):
+            message = f"there are {len(numbers)} numbers of conversations for {len(self)} sequences."
+            raise fail("C004", "batch", message)
+        return self._like(self.sequences, list(numbers), self.columns)
 
     def select(self, indices: Sequence[int]) -> Batch:
         """The sequences at `indices`, with their columns."""
         columns = {name: [values[i] for i in indices] for name, values in self.columns.items()}
-        return self._like([self.sequences[i] for i in indices], columns)
+        conversations = [self.conversations[i] for i in indices]
+        return self._like([self.sequences[i] for i in indices], conversations, columns)
 
     @staticmethod
-    def _like(sequences: list[list[int]], columns: Mapping[str, TokenColumn]) -> Batch:
+    def _like(
+        sequences: list[list[int]], conversations: list[int], columns: Mapping[str, TokenColumn]
+    ) -> Batch:
         batch = Batch.__new__(Batch)
         batch.sequences = sequences
+        batch.conversations = conversations
         batch.columns = dict(columns)
         return batch
 
@@ -91,6 +104,12 @@ class Batch:
         """Which sequence each prediction belongs to."""
         sizes = torch.tensor([length - 1 for length in self.lengths], dtype=torch.int64)
         return torch.repeat_interleave(torch.arange(len(self)), sizes)
+
+    def conversation_indices(self) -> torch.Tensor:
+        """Which conversation each prediction belongs to: the place of its first sequence among all sequences."""
+        first: dict[int, int] = {}
+        places = [first.setdefault(number, place) for place, number in enumerate(self.conversations)]
+        return torch.tensor(places, dtype=torch.int64)[self.sequence_indices()]
 
     def rows(self, flat: torch.Tensor) -> TokenColumn:
         """A row of all predictions cut into one tensor per sequence: the inverse of `flat`."""
@@ -176,22 +195,22 @@ def check_batch(batch: Batch, *, vocabulary: int, max_length: int | None) -> Non
 def weigh(batch: Batch, how: str = "token_mean", *, constant: float | None = None, share: int = 1) -> Batch:
     """The batch with a `weights` column, computed over the global batch, so that splitting it changes nothing.
 
-    `token_mean` gives every counted token of all ranks the same weight (DAPO), `sequence_mean` every sequence
-    (GRPO), `constant` divides by a number that you choose (Dr. GRPO). `share` ranks hold each sequence (sequence
-    parallelism). The weights of the first two sum to 1 over the global batch.
+    `token_mean` gives every counted token of all ranks the same weight (DAPO), `sequence_mean` every sequence, or every
+    conversation where one has several (GRPO), `constant` divides by a number that you choose (Dr. GRPO). `share` ranks
+    hold each sequence (sequence parallelism). The weights of the first two sum to 1 over the global batch.
 
     Collective: every rank.
     """
     counts = batch.counts()
     totals = exchange([float(counts.sum()), int((counts > 0).sum())])
     num_tokens = sum(row[0] for row in totals) / share
-    num_sequences = sum(row[1] for row in totals) / share
+    num_conversations = sum(row[1] for row in totals) / share
     mask = batch.flat_mask()
     if how == "token_mean":
         return token_mean(batch, num_tokens)
     if how == "sequence_mean":
-        per_sequence = counts.clamp(min=1.0)[batch.sequence_indices()]
-        weights = mask / per_sequence / max(num_sequences, 1.0)
+        per_conversation = counts.clamp(min=1.0)[batch.conversation_indices()]
+        weights = mask / per_conversation / max(num_conversations, 1.0)
     elif how == "constant":
         if not constant:
             raise fail("C001", "batch", "how='constant' needs constant=, the number to divide by.")

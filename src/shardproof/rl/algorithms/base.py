@@ -12,6 +12,7 @@ from shardproof.config.algorithms import AlgorithmSpec
 from shardproof.config.schema import Algorithm as Settings
 from shardproof.config.schema import Rollout
 from shardproof.rl.advantages import overlong_penalty
+from shardproof.rl.algorithms.credit import Turns
 from shardproof.rollout.trajectory import Trajectory, reward_of
 from shardproof.train.batching import Batch, weigh
 from shardproof.train.loss import Loss, Surrogate, kl_estimate, policy_gradient
@@ -33,8 +34,9 @@ class Algorithm:
     def advantages(self, batch: Batch, trajectories: Sequence[Trajectory]) -> Batch:
         """The batch with a column `advantages`, and `returns` if there is a critic.
 
-        `trajectories` are this rank's, in the order of the batch's sequences; those of one group are on one rank and
-        follow each other. Collective: every rank.
+        `trajectories` are this rank's, in the order of the batch's sequences. A conversation may have several, with the
+        same group and sample, which follow each other in the order of its turns. Those of one group are on one rank and
+        follow each other, too. Collective: every rank.
         """
         raise NotImplementedError(f"{type(self).__name__} has no advantages(batch, trajectories)")
 
@@ -65,15 +67,16 @@ class Algorithm:
         return self.spec.samples and not other_terms
 
     def penalty(self, trajectory: Trajectory) -> float:
-        """What is added to the trajectory's reward: 0, or less for one with a turn that is too long."""
+        """What is added to a conversation's reward: 0, or less for one with a turn that is too long."""
         start = self.settings.overlong_from
         if start is None:
             return 0.0
-        longest = max((len(segment.tokens) for segment in trajectory.sampled), default=0)
+        turns = [segment for sequence in trajectory.sequences for segment in sequence.sampled]
+        longest = max((len(segment.tokens) for segment in turns), default=0)
         return overlong_penalty(longest, start, self.rollout.max_new_tokens)
 
     def weigh(self, batch: Batch, num_sequences: float, share: int) -> Batch:
-        """The batch with a column `weights`; `num_sequences` count over all ranks, of which `share` hold each.
+        """The batch with a column `weights`; `num_sequences` conversations count over all ranks, of which `share` hold each.
 
         Collective: every rank.
         """
@@ -104,29 +107,19 @@ class Algorithm:
         """The critic's loss; None without a critic."""
         return None
 
-    def token_rewards(self, batch: Batch, trajectories: Sequence[Trajectory]) -> list[torch.Tensor]:
-        """Each sequence's reward on its last trained token, less the KL of each token if that belongs to the reward."""
-        if not trajectories:
-            return []
-        row = torch.zeros(len(batch.flat("mask")))
-        row[_last_trained(batch)] = torch.tensor([reward_of(t).trained for t in trajectories])
+    def token_rewards(self, batch: Batch, turns: Turns) -> torch.Tensor:
+        """The row of `turns.token_rewards`, less the KL of each token if that belongs to the reward."""
+        row = turns.token_rewards()
         if self.settings.kl_coef > 0 and self.settings.kl_in == "reward":
             kl = kl_estimate(batch.flat("old_logps"), batch.flat("ref_logps"), self.settings.kl_estimator)
-            row -= self.settings.kl_coef * kl * batch.flat("mask")
-        return batch.rows(row)
+            row = row.float() - self.settings.kl_coef * kl * batch.flat("mask")
+        return row
 
 
-def without_failed(batch: Batch, trajectories: Sequence[Trajectory]) -> Batch:
-    """The batch in which no token of a trajectory counts whose reward failed: neither in weights nor in means."""
+def counted_only(batch: Batch, trajectories: Sequence[Trajectory]) -> Batch:
+    """The batch in which no token of a conversation counts that failed or is left out: neither in weights nor in means."""
     masks = [
-        torch.zeros_like(mask) if reward_of(trajectory).failed else mask
+        mask if reward_of(trajectory).counts else torch.zeros_like(mask)
         for mask, trajectory in zip(batch.columns["mask"], trajectories, strict=True)
     ]
     return batch.with_column("mask", masks)
-
-
-def _last_trained(batch: Batch) -> torch.Tensor:
-    """Where in the row of all predictions each sequence's last counted one lies; without any, its last."""
-    ends = torch.tensor([length - 1 for length in batch.lengths]).cumsum(0)
-    after = [int(mask.flip(0).argmax()) for mask in batch.columns["mask"]]  # the first of the largest
-    return ends - 1 - torch.tensor(after)

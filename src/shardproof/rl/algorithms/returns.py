@@ -10,7 +10,8 @@ import torch
 from shardproof.config.algorithms import SPECS
 from shardproof.dist.collectives import exchange
 from shardproof.rl.advantages import discounted, gae
-from shardproof.rl.algorithms.base import Algorithm, without_failed
+from shardproof.rl.algorithms.base import Algorithm, counted_only
+from shardproof.rl.algorithms.credit import Turns
 from shardproof.rollout.trajectory import Trajectory
 from shardproof.train.batching import Batch
 from shardproof.train.loss import Loss, value
@@ -22,15 +23,14 @@ class ReinforcePP(Algorithm):
     spec = SPECS["reinforce_pp"]
 
     def advantages(self, batch: Batch, trajectories: Sequence[Trajectory]) -> Batch:
-        batch = without_failed(batch, trajectories)
-        masks = batch.columns["mask"]
+        batch = counted_only(batch, trajectories)
         returns = []
-        for row, mask in zip(self.token_rewards(batch, trajectories), masks, strict=True):
-            counted = mask.bool()
-            found = torch.zeros_like(row)
-            found[counted] = discounted(row[counted], self.settings.gamma)
-            returns.append(found)
-        return batch.with_column("advantages", normalised_over_batch(returns, masks))
+        if trajectories:
+            turns = Turns.of(batch, trajectories)
+            rewards_CT = turns.padded(self.token_rewards(batch, turns).float())
+            discounts_CT = turns.discounts(self.settings.gamma, self.settings.turn_gamma)
+            returns = batch.rows(turns.unpadded(discounted(rewards_CT, discounts_CT)))
+        return batch.with_column("advantages", normalised_over_batch(returns, batch.columns["mask"]))
 
 
 class PPO(Algorithm):
@@ -39,19 +39,19 @@ class PPO(Algorithm):
     spec = SPECS["ppo"]
 
     def advantages(self, batch: Batch, trajectories: Sequence[Trajectory]) -> Batch:
-        batch = without_failed(batch, trajectories)
-        masks = batch.columns["mask"]
-        rewards = self.token_rewards(batch, trajectories)
-        gamma, lam = self.settings.gamma, self.settings.gae_lambda
+        batch = counted_only(batch, trajectories)
         advantages, returns = [], []
-        for row, values, mask in zip(rewards, batch.columns["values"], masks, strict=True):
-            counted = mask.bool()
-            a, r = torch.zeros_like(row), torch.zeros_like(row)
-            a[counted], r[counted] = gae(row[counted], values[counted], gamma, lam)
-            advantages.append(a)
-            returns.append(r)
+        if trajectories:
+            turns = Turns.of(batch, trajectories)
+            tables = gae(
+                turns.padded(self.token_rewards(batch, turns).float()),
+                turns.padded(batch.flat("values")),
+                turns.discounts(self.settings.gamma, self.settings.turn_gamma),
+                self.settings.gae_lambda,
+            )
+            advantages, returns = (batch.rows(turns.unpadded(table_CT)) for table_CT in tables)
         batch = batch.with_column("returns", returns)
-        return batch.with_column("advantages", normalised_over_batch(advantages, masks))
+        return batch.with_column("advantages", normalised_over_batch(advantages, batch.columns["mask"]))
 
     @cached_property
     def value_loss(self) -> Loss:
