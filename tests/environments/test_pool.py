@@ -1,55 +1,47 @@
-"""The pool: conversations in worker processes, each with its own state, many at once."""
+"""The pool: conversations in worker processes, each with its own state, thousands at once, and how they end."""
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections import Counter
+
+import psutil
 import pytest
 
 from shardproof.config.environment import ENVIRONMENTS
-from shardproof.environments.pool import EnvironmentPool, EnvironmentSpec
-from shardproof.environments.protocol import Opening, Reply, Turn
+from shardproof.environments.protocol import Failure, Opening, Reply, Turn
 from shardproof.environments.registry import BUILT_IN, resolve
-from shardproof.errors import ConfigError
-
-USERS = '''
-import asyncio
-from shardproof import Environment, Opening, Reply
-
-class Count(Environment):
-    """Counts turns; which conversation it is, the row says."""
-    def __init__(self, step_by=1):
-        self.total, self.step_by = 0, step_by
-    def start(self, row, seed):
-        self.name = row["name"]
-        return f"{self.name} {seed}"
-    def step(self, turn):
-        self.total += self.step_by
-        return Reply(f"{self.name} {self.total} {turn.text}", reward=self.total, done=self.total > 2)
-'''
+from shardproof.errors import ConfigError, RolloutFault
+from tests.environments.scripted import LONG_S, SOURCE, open_all, pool_of, say, say_one, texts
 
 
 @pytest.fixture(autouse=True)
 def users(user_module):
-    return user_module("pool_users", USERS)
+    return user_module("scripted_users", SOURCE)
 
 
-def make_pool(name, **settings):
-    return EnvironmentPool(EnvironmentSpec(f"pool_users:{name}", **{"timeout_s": 30.0, **settings}))
+@pytest.fixture(autouse=True)
+def nothing_left():
+    processes, threads = set(psutil.Process().children(recursive=True)), set(threading.enumerate())
+    yield
+    assert set(psutil.Process().children(recursive=True)) <= processes
+    assert set(threading.enumerate()) <= threads
 
 
-def test_conversations_keep_their_state_turn_by_turn(users):
-    with make_pool("Count", options={"step_by": 2}) as pool:
+@pytest.mark.parametrize("kind", ["Plain", "Async", "make"])
+def test_conversations_keep_their_state_turn_by_turn(kind):
+    names = [f"n{key}" for key in range(20)]
+    with pool_of(kind, num_workers=2) as pool:
         assert (pool.facts.roles, pool.facts.tools, pool.facts.replayable) == (("user",), (), True)
-        for key in range(20):
-            pool.open(key, {"name": f"n{key}"}, seed=100 + key)
-        assert dict(pool.answers()) == {key: Opening(f"n{key} {100 + key}") for key in range(20)}
-        for number in (1, 2):
-            for key in range(20):
-                pool.step(key, Turn("hello", number=number))
-            content = {key: f"n{key} {2 * number} hello" for key in range(20)}
-            assert dict(pool.answers()) == {
-                key: Reply([{"role": "user", "content": content[key]}], 2.0 * number, done=number == 2)
-                for key in range(20)
-            }
+        assert open_all(pool, *names) == {key: Opening(f"{name} {key}") for key, name in enumerate(names)}
+        for number in (1, 2, 3):
+            assert texts(say(pool, *["go_on"] * 20, number=number)) == [f"{name} {number}" for name in names]
         assert all(pool.seconds(key) > 0 for key in range(20))
         for key in range(20):
             pool.release(key)
@@ -58,8 +50,218 @@ def test_conversations_keep_their_state_turn_by_turn(users):
         assert list(pool.answers()) == []
 
 
+def test_thousands_of_conversations_are_in_progress_at_once_in_one_process():
+    """Each waits for all others, so that fewer at once would never end."""
+    number = 2000
+    with pool_of("Together", options={"number": number}) as pool:
+        found = open_all(pool, *["x"] * number)
+        assert Counter(type(answer) for answer in found.values()) == {Opening: number}
+        (worker,) = psutil.Process().children()
+        assert worker.num_threads() < 10
+
+
+def test_plain_methods_may_run_loops_of_their_own():
+    with pool_of("Plain") as pool:
+        open_all(pool, "a")
+        assert texts(say(pool, "use_loops")) == ["a loop of its own"]
+
+
+def test_conversations_are_spread_over_the_workers_and_stay_there():
+    with pool_of("Plain", num_workers=3) as pool:
+        open_all(pool, *"abcdefghi")
+        first, second = texts(say(pool, *["pid"] * 9)), texts(say(pool, *["pid"] * 9))
+        assert first == second and sorted(Counter(first).values()) == [3, 3, 3]
+        for key in range(9):
+            if first[key] == first[0]:
+                pool.release(key)
+        for key in (20, 21, 22):
+            pool.open(key, {"name": "new"}, 0)
+        list(pool.answers())
+        assert {texts(say_one(pool, key, "pid"))[0] for key in (20, 21, 22)} == {first[0]}
+
+
+def test_waiting_for_other_conversations_does_not_count():
+    """One waits a little, while the others keep the main thread for longer than one call may take."""
+    with pool_of("Async", timeout_s=2.0) as pool:
+        open_all(pool, *"abcdef", wait_s=0.1)
+        assert texts(say(pool, *["block 0.5"] * 6)) == [f"{name} 1" for name in "abcdef"]
+        assert all(pool.seconds(key) < 2.0 for key in range(6))
+
+
+def test_a_conversation_ends_when_its_environment_took_too_long_in_all():
+    with pool_of("Async", max_seconds=2.0) as pool:
+        open_all(pool, *"ab")
+        said = say(pool, "block 0.3", "go_on")
+        assert texts(said) == ["a 1", "b 1"]
+        assert 0.3 <= pool.seconds(0) < 2.0
+        said = say(pool, "wait", "go_on", number=2)
+        assert said[0] == Failure("turn 2: more than environment.max_seconds=2 in all", out_of_time=True)
+        assert texts(said[1:]) == ["b 2"]
+        assert say_one(pool, 0, "go_on") == [Failure("the conversation is over")]
+
+
+@pytest.mark.parametrize("kind", ["Plain", "AsyncClose"])
+def test_every_environment_is_closed_once(kind, tmp_path):
+    file = tmp_path / "closed"
+    with pool_of(kind, options={"closed": str(file)}, timeout_s=2.0) as pool:
+        open_all(pool, *"abcd")
+        say(pool, "go_on", "fail", "hang", "go_on")
+        pool.release(0)
+        pool.release(1)
+        pool.release(2)
+        assert texts(say_one(pool, 3, "go_on")) == ["d 2"]
+    assert sorted(file.read_text().split()) == ["a", "b", "c", "d"]
+
+
+def test_a_close_that_fails_hangs_or_dies_harms_nobody(tmp_path):
+    with pool_of("BadClose", timeout_s=2.0) as pool:
+        open_all(pool, "raise", "hang", "die", "fine")
+        say(pool, *["go_on"] * 4)
+        for key in range(3):
+            pool.release(key)
+        assert texts(say_one(pool, 3, "go_on")) == ["fine 2"]
+
+
+def test_a_conversation_may_be_released_before_it_answered():
+    with pool_of("Async") as pool:
+        open_all(pool, *"ab")
+        pool.step(0, Turn("wait"))
+        pool.step(1, Turn("go_on"))
+        pool.release(0)
+        assert [key for key, _ in pool.answers()] == [1]
+
+
+def test_answers_may_lead_to_more_questions():
+    with pool_of("Async", num_workers=2) as pool:
+        for key in range(6):
+            pool.open(key, {"name": str(key)}, 0)
+        turns = Counter()
+        for key, _ in pool.answers():
+            turns[key] += 1
+            if turns[key] < 4:
+                pool.step(key, Turn("go_on", number=turns[key]))
+        assert turns == dict.fromkeys(range(6), 4)
+
+
+def test_misuse_is_named():
+    with pool_of("Plain") as pool:
+        open_all(pool, "a")
+        with pytest.raises(ValueError, match="conversation 0 is open already"):
+            pool.open(0, {}, 0)
+        pool.step(0, Turn("go_on"))
+        with pytest.raises(ValueError, match="conversation 0 has not answered yet"):
+            pool.step(0, Turn("go_on"))
+    with pytest.raises(RuntimeError, match="workers are closed"):
+        list(pool.answers())
+    pool.release(0)
+    pool.close()
+
+
+def test_rows_come_from_the_environment():
+    with pool_of("Plain") as pool:
+        assert pool.rows("train") == [{"name": "train", "n": n} for n in range(3)]
+        for split, problem in {
+            "missing": r"KeyError: 'missing' \(scripted_users.py",
+            "numbers": "a row is not a dict",
+            "sets": "it is no JSON",
+            "dies": r"its worker process died \(exit code 4\)",
+        }.items():
+            with pytest.raises(ConfigError, match=f"no rows for the split '{split}': {problem}") as caught:
+                pool.rows(split)
+            assert caught.value.code == "C005"
+        assert len(pool.rows("train")) == 3
+    with pool_of("Bare") as pool, pytest.raises(ConfigError, match="Bare has no rows"):
+        pool.rows("train")
+
+
+def test_a_worker_that_dies_between_calls_is_replaced_without_blame():
+    with pool_of("Plain", num_workers=2) as pool:
+        open_all(pool, *"abcd")
+        pids = set(texts(say(pool, *["pid"] * 4)))
+        for pid in pids:
+            os.kill(int(pid), signal.SIGKILL)
+        # The pids that were answered are not those of the replay.
+        assert all("in the replay" in text for text in texts(say(pool, *["go_on"] * 4)))
+        for key in range(4):
+            pool.release(key)
+        open_all(pool, *"efgh")
+        say(pool, *["go_on"] * 4)
+        for worker in psutil.Process().children():
+            worker.kill()
+        assert texts(say(pool, *["go_on"] * 4)) == ["e 2", "f 2", "g 2", "h 2"]
+
+
+def test_a_worker_that_cannot_start_again_ends_the_run_by_name(users):
+    with pool_of("Plain") as pool:
+        open_all(pool, "a")
+        (users / "scripted_users.py").write_text("import os\nos._exit(6)")
+        assert texts(say(pool, "die")) == ["turn 1: its worker process died (exit code 7)"]
+        pool.open(1, {"name": "b"}, 0)
+        with pytest.raises(
+            RolloutFault, match=r"did not start: its worker process died \(exit code 6\)"
+        ) as caught:
+            list(pool.answers())
+        assert caught.value.code == "R509"
+
+
+def test_an_interrupt_ends_the_wait_and_the_workers():
+    with pytest.raises(KeyboardInterrupt), pool_of("Async", num_workers=2) as pool:
+        open_all(pool, *"abc")
+        pool.step(0, Turn("wait"))
+        pool.step(1, Turn("interrupt_rank"))
+        pool.step(2, Turn("wait"))
+        list(pool.answers())
+
+
+def run_rank(users, rest: str) -> subprocess.Popen[str]:
+    program = f"""
+        import sys
+        sys.path.insert(0, {str(users)!r})
+        from shardproof.environments.pool import EnvironmentPool, EnvironmentSpec
+        from shardproof.environments.protocol import Turn
+        def main():
+            pool = EnvironmentPool(EnvironmentSpec("scripted_users:Plain", timeout_s=1000.0))
+            for key in range(2):
+                pool.open(key, {{"name": str(key)}}, 0)
+            list(pool.answers())
+            for key in range(2):
+                pool.step(key, Turn("pid"))
+            print(*(answer.messages[0]["content"] for _, answer in pool.answers()), flush=True)
+            {rest}
+        main()
+    """
+    arguments = [sys.executable, "-c", textwrap.dedent(program)]
+    return subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_workers_leave_with_a_rank_that_is_killed_even_when_they_hang_in_c(users):
+    rank = run_rank(users, "[pool.step(key, Turn('hang_in_c')) for key in range(2)]; list(pool.answers())")
+    workers = [psutil.Process(int(pid)) for pid in rank.stdout.readline().split()]
+    assert len(workers) == 2
+    rank.kill()
+    rank.communicate()
+    assert not psutil.wait_procs(workers, timeout=LONG_S)[1]
+
+
+def test_a_rank_that_does_not_close_its_pool_leaves_without_a_word(users):
+    rank = run_rank(users, "")
+    out, error = rank.communicate(timeout=LONG_S)
+    assert (rank.returncode, error) == (0, "")
+    until = time.monotonic() + LONG_S
+    while any(psutil.pid_exists(int(pid)) for pid in out.split()) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not any(psutil.pid_exists(int(pid)) for pid in out.split())
+
+
 def test_the_registry_has_the_names_that_recipes_may_use():
     assert set(BUILT_IN) == set(ENVIRONMENTS)
     assert resolve("tools") == BUILT_IN["tools"] and resolve("mine:Own") == "mine:Own"
     with pytest.raises(ConfigError, match="Did you mean 'tools'"):
         resolve("tool")
+
+
+def test_replies_of_the_environments_first_role():
+    with pool_of("Roles") as pool:
+        assert pool.facts.roles == ("tool", "user") and pool.facts.tools == ({"type": "function"},)
+        open_all(pool, "a")
+        assert say(pool, "go_on") == [Reply([{"role": "tool", "content": "a 1"}])]

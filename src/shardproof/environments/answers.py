@@ -137,4 +137,4 @@ def _shown(value: object) -> str:
     if value is None or isinstance(value, (bool, int, float, str)):
         shown = repr(value)
         return shown if len(shown) <= 60 else f"{shown[:60]}..."
-    return f"of type {type(value).__name__}"
+    return f"a value of type {type(value).__name__}"

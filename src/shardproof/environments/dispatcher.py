@@ -10,18 +10,20 @@ import itertools
 import math
 import pickle
 import selectors
+import socket
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from shardproof.environments.link import Call, Conversation, Garbage, Link
 from shardproof.environments.protocol import Answer, Failure, Opening, Reply
-from shardproof.environments.spec import START_S, EnvironmentFacts, EnvironmentSpec
+from shardproof.environments.spec import LEAVE_S, START_S, EnvironmentFacts, EnvironmentSpec
 from shardproof.errors import fail
 
+_STARTS = 3  # that may fail one after another
 _LOOK_S = 0.5  # how often processes are looked at: a fork of a dead worker may keep its connection open
-_LEAVE_S = 1.0  # for workers' exit handlers
 
 
 class Dispatcher:
@@ -38,7 +40,7 @@ class Dispatcher:
         self._links: list[Link] = []
         self._homeless: deque[Conversation] = deque()  # that wait for a worker
         self._numbers = itertools.count(1)
-        self._told = False
+        self._told, self._failed_starts = False, 0
         self._split = ""  # whose rows were asked for
 
     def fill(self) -> None:
@@ -51,17 +53,19 @@ class Dispatcher:
             link.submit(self._call("make", None, given, math.inf))
 
     def end(self) -> None:
-        """End every worker, idle ones after a moment for their exit handlers."""
-        idle = [link for link in self._links if link.ready and not link.calls]
-        for link in idle:
-            link.hang_up()
-        until = time.monotonic() + _LEAVE_S
+        """End every worker, after a moment to close the environments that are left and for exit handlers."""
         for link in self._links:
-            link.end(max(0.0, until - time.monotonic()) if link in idle else 0.0)
+            link.hang_up()
+        until = time.monotonic() + LEAVE_S
+        for link in self._links:
+            link.end(max(0.0, until - time.monotonic()) if link.ready else 0.0)
         self._links = []
 
     def ask(self, conversation: Conversation, request: tuple[str, bytes]) -> None:
         """Have the conversation's environment asked; the answer is delivered."""
+        if conversation.over:
+            self._deliver(conversation, Failure("the conversation is over"))
+            return
         conversation.requests.append(request)
         self._advance(conversation)
 
@@ -79,7 +83,7 @@ class Dispatcher:
         self._split = split
         link.submit(self._call("rows", None, pickle.dumps(split), START_S))
 
-    def wait(self, wake: int) -> None:
+    def wait(self, wake: socket.socket) -> None:
         """Wait for answers, the nearest deadline, or a byte from `wake`; then deal with what came."""
         now = time.monotonic()
         patience = min((link.deadline for link in self._links), default=math.inf) - now
@@ -122,14 +126,13 @@ class Dispatcher:
 
     def _take_facts(self, link: Link, message: dict[str, Any]) -> None:
         if "finding" in message:
-            code, text, fix = message["finding"]
-            raise fail(code, "environment", text, fix=fix)
+            raise self._found(message)
         if "value" not in message:
             raise self._not_started(str(message.get("error", "it took too long")))
         said = message["value"]
         if self._facts is None:
             self._facts = EnvironmentFacts(tuple(said["roles"]), tuple(said["tools"]), said["replayable"])
-        link.ready = True
+        link.ready, self._failed_starts = True, 0
         if not self._told and all(each.ready for each in self._links):
             self._told = True
             self._tell(self._facts)
@@ -139,8 +142,14 @@ class Dispatcher:
     def _rows_of(self, message: dict[str, Any]) -> Any:
         if "value" in message:
             return message["value"]
+        if "finding" in message:
+            return self._found(message)
         problem = message.get("error") or f"no answer in {START_S:g} s"
         return self._no_rows(str(problem))
+
+    def _found(self, message: dict[str, Any]) -> Exception:
+        code, text, fix = message["finding"]
+        return fail(code, "environment", text, fix=fix)
 
     def _no_rows(self, problem: str) -> Exception:
         message = f"environment {self._spec.name!r} has no rows for the split {self._split!r}: {problem}."
@@ -152,7 +161,7 @@ class Dispatcher:
             conversation.seconds += message["seconds"]
         answer = self._answer_of(call, message)
         if replaying:
-            if answer != conversation.answers[conversation.position]:
+            if not _same(answer, conversation.answers[conversation.position]):
                 said = f": {answer.error}" if isinstance(answer, Failure) else ""
                 where = _place(conversation.position)
                 problem = f"its worker was lost ({conversation.lost}), and {where} answered something else in the replay"
@@ -178,8 +187,8 @@ class Dispatcher:
             return Failure(f"{where}: {message.get('error')}")
         try:
             return Opening(**message["value"]) if call.kind == "open" else Reply(**message["value"])
-        except TypeError as error:
-            raise Garbage from error
+        except TypeError:
+            return Failure(f"{where}: it wrote to the connection of its worker")
 
     def _late(self, call: Call) -> Failure:
         assert call.conversation is not None
@@ -233,7 +242,10 @@ class Dispatcher:
         died = f"its worker process died ({how})"
         self._links.remove(link)
         if not link.ready:
-            raise self._not_started(died if problem is None else problem or f"no answer in {START_S:g} s")
+            self._failed_starts += 1
+            # One that started before may start again: memory was short, or somebody ended it.
+            if self._facts is None or self._failed_starts >= _STARTS:
+                raise self._not_started(died if problem is None else problem or f"no answer in {START_S:g} s")
         in_progress = set(link.calls.values())
         interrupted = [*link.calls.values(), *link.waiting]
         failure = None if blamed is None else self._failure(blamed, problem, died)
@@ -271,3 +283,10 @@ class Dispatcher:
 def _place(position: int) -> str:
     """Which of a conversation's requests it is, for errors."""
     return "start" if position == 0 else f"turn {position}"
+
+
+def _same(one: Answer, other: Answer) -> bool:
+    """Whether two answers lead the conversation on alike; facts are for metrics, and may be times."""
+    if isinstance(one, Reply) and isinstance(other, Reply):
+        return replace(one, facts={}) == replace(other, facts={})
+    return one == other

@@ -61,9 +61,9 @@ class Call:
         return self.conversation is not None and self.conversation.suspect
 
     @property
-    def patience_s(self) -> float:
-        """How long a worker may say nothing while it has this call."""
-        return START_S if self.kind in ("make", "rows") else self.limit_s + MARGIN_S
+    def is_long(self) -> bool:
+        """Whether it may take as long as a start, and its answer be as large as a data set."""
+        return self.kind in ("make", "rows")
 
 
 class Link:
@@ -75,6 +75,8 @@ class Link:
         self.calls: dict[int, Call] = {}
         self.conversations: set[Conversation] = set()
         self._spec = spec
+        self._alone: Call | None = None  # in progress, with nothing beside it
+        self._long: set[Call] = set()  # in progress
         self._heard = time.monotonic()
         self._frames, self._unsent = Frames(), bytearray()
         self._note = tempfile.TemporaryFile()  # noqa: SIM115
@@ -95,8 +97,9 @@ class Link:
     @property
     def deadline(self) -> float:
         """When the worker has been silent for too long."""
-        patience_s = max((call.patience_s for call in self.calls.values()), default=math.inf)
-        return self._heard + patience_s
+        if not self.calls:
+            return math.inf
+        return self._heard + max(self._spec.timeout_s + MARGIN_S, START_S if self._long else 0.0)
 
     @property
     def current(self) -> Call | None:
@@ -112,13 +115,17 @@ class Link:
 
     def feed(self) -> None:
         """Send what waits. A call that must be alone is sent when nothing is in progress, and nothing until its answer."""
-        while self.waiting and not any(call.alone for call in self.calls.values()):
+        while self.waiting and self._alone is None:
             if self.waiting[0].alone and self.calls:
                 return
             call = self.waiting.popleft()
             if not self.calls:
                 self._heard = time.monotonic()
             self.calls[call.number] = call
+            if call.alone:
+                self._alone = call
+            if call.is_long:
+                self._long.add(call)
             number = call.conversation.number if call.conversation else 0
             self._unsent += framed(pickle.dumps((call.number, call.kind, number, call.given, call.limit_s)))
             self.write()
@@ -150,9 +157,7 @@ class Link:
     @property
     def _largest(self) -> int:
         """The bytes that one answer may have: a character has up to six in JSON, and messages have more than text."""
-        if any(call.kind == "rows" for call in self.calls.values()):
-            return _MAX_ROWS_BYTES
-        return 2**24 + 16 * self._spec.max_reply_chars
+        return _MAX_ROWS_BYTES if self._long else 2**24 + 16 * self._spec.max_reply_chars
 
     def _answer(self, message: object) -> tuple[Call, dict[str, Any]]:
         if not isinstance(message, dict) or not isinstance(message.get("seconds"), float):
@@ -161,6 +166,9 @@ class Link:
         call = self.calls.pop(number, None) if isinstance(number, int) else None
         if call is None:
             raise Garbage
+        self._long.discard(call)
+        if call is self._alone:
+            self._alone = None
         self._heard = time.monotonic()
         return call, message
 

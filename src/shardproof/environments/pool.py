@@ -6,9 +6,9 @@ A thread of the rank feeds the workers and reads their answers, so that deadline
 from __future__ import annotations
 
 import contextlib
-import os
 import pickle
 import queue
+import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -47,9 +47,9 @@ class EnvironmentPool(contextlib.AbstractContextManager["EnvironmentPool"]):
         self._tasks: deque[Callable[[], None]] = deque()  # for the thread
         self._closing, self._ended = False, threading.Event()
         self._failure: BaseException | None = None  # of the thread
-        self._wake_end, self._wake_start = os.pipe()
-        os.set_blocking(self._wake_start, False)
-        os.set_blocking(self._wake_end, False)
+        self._wake_end, self._wake_start = socket.socketpair()
+        self._wake_end.setblocking(False)
+        self._wake_start.setblocking(False)
         self._thread: threading.Thread | None = None
         try:
             self._start()
@@ -106,8 +106,8 @@ class EnvironmentPool(contextlib.AbstractContextManager["EnvironmentPool"]):
             while not self._ended.wait(_START_S) and self._thread.ident is not None:
                 pass
             self._thread = None
-            os.close(self._wake_end)
-            os.close(self._wake_start)
+            self._wake_end.close()
+            self._wake_start.close()
 
     def _ask(self, key: int, kind: str, given: object) -> None:
         conversation = self._conversations[key]
@@ -117,7 +117,8 @@ class EnvironmentPool(contextlib.AbstractContextManager["EnvironmentPool"]):
         try:
             request = (kind, pickle.dumps(given))
         except Exception as error:
-            failure = Failure(f"the row cannot be sent to a worker: {describe_error(error)}")
+            what = "the row" if kind == "open" else "the turn"
+            failure = Failure(f"{what} cannot be sent to a worker: {describe_error(error)}")
             self._answers.put((conversation, failure))
             return
         self._do(lambda: self._dispatcher.ask(conversation, request))
@@ -138,8 +139,10 @@ class EnvironmentPool(contextlib.AbstractContextManager["EnvironmentPool"]):
         self._wake()
 
     def _wake(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # full: it will wake anyway
-            os.write(self._wake_start, b"!")
+        with contextlib.suppress(
+            OSError
+        ):  # it is full, and the thread will wake anyway; or the pool is closed
+            self._wake_start.send(b"!")
 
     def _start(self) -> None:
         # Known before it runs: an interrupt may come at any time from then on, and it must be ended then too.
@@ -159,7 +162,7 @@ class EnvironmentPool(contextlib.AbstractContextManager["EnvironmentPool"]):
             self._dispatcher.fill()
             while not self._closing:
                 with contextlib.suppress(BlockingIOError):
-                    os.read(self._wake_end, 4096)
+                    self._wake_end.recv(4096)
                 while self._tasks:
                     self._tasks.popleft()()
                 self._dispatcher.wait(self._wake_end)

@@ -11,6 +11,7 @@ from shardproof.environments.protocol import Schema
 from shardproof.errors import ShardproofError, fail
 
 START_S = 120.0  # what a worker may take to import the user's modules
+LEAVE_S = 3.0  # what it may take to leave: to close environments, and for exit handlers
 OLDEST_PYTHON = (3, 10)  # that runs the workers' code
 
 

@@ -24,6 +24,7 @@ from shardproof.environments.factory import Factory
 from shardproof.environments.frames import Frames, framed
 from shardproof.environments.guard import Guard, TooLong
 from shardproof.environments.protocol import Environment, Opening, Reply
+from shardproof.environments.spec import LEAVE_S
 from shardproof.errors import ShardproofError
 from shardproof.processes import take_files
 from shardproof.user_code import describe_error, end_fork_of
@@ -78,8 +79,16 @@ class _Worker:
                 self._loop.run_forever()
             if self._calls and not self._leaving:
                 self._begin(self._calls.popleft())
-        # What still waits is given up without a word.
+        self._leave()
+
+    def _leave(self) -> None:
+        """Close the environments that are left; what still waits is given up without a word."""
+        self._loop.remove_reader(self._connection)
         self._loop.set_exception_handler(lambda *_: None)
+        for conversation in list(self._environments):
+            self._begin(_Call(0, "close", conversation, b"", LEAVE_S / 2, answered=True))
+        if tasks := asyncio.all_tasks(self._loop):
+            self._loop.run_until_complete(asyncio.wait(tasks, timeout=LEAVE_S / 2))
 
     def _read(self) -> None:
         end_fork_of(self._process)
@@ -161,7 +170,8 @@ class _Worker:
             call.task.cancel()
 
     def _finish(self, call: _Call, value: object) -> None:
-        self._answer(call, self._run(call, self._checked, call, value))
+        if not call.answered:
+            self._answer(call, self._run(call, self._checked, call, value))
 
     def _checked(self, call: _Call, value: Any) -> str:
         """The answer as JSON, checked under the guard as well: it may be made of the user's own classes."""
@@ -175,7 +185,7 @@ class _Worker:
         return as_json(value if call.kind in ("make", "rows") else None)
 
     def _fail(self, call: _Call, error: BaseException) -> None:
-        if isinstance(error, ShardproofError):
+        if isinstance(error, ShardproofError) and call.kind in ("make", "rows"):
             found = error.findings[0]
             self._answer(call, as_json([found.code, found.message, found.fix]), "finding")
         elif isinstance(error, TooLong):
