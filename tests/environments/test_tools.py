@@ -181,7 +181,7 @@ def test_schemas_are_those_of_transformers(tools):
 @pytest.mark.parametrize(
     ("name", "arguments", "said", "counted"),
     [
-        ("serach", {}, ["no tool 'serach'", "Tools: add, search, wait", "Did you mean 'search'?"], "unknown_tools"),
+        ("searchh", {}, ["no tool 'searchh'", "Tools: add, search, wait", "Did you mean 'search'?"], "unknown_tools"),
         ("a" * 10**6, {}, ["there is no tool"], "unknown_tools"),
         ("\ud800", {}, ["there is no tool"], "unknown_tools"),
         ("add", {}, ["x is missing; y is missing", '"number"'], "malformed_calls"),
@@ -189,7 +189,7 @@ def test_schemas_are_those_of_transformers(tools):
         ("add", {"x": True, "y": 1}, ["x must be of type number, and is true (boolean)"], "malformed_calls"),
         ("add", {"x": 1, "y": 1, "z": 1}, ["z is not known"], "malformed_calls"),
         ("search", {"query": "a", "limit": 2.0}, ["limit must be of type integer, and is 2.0"], "malformed_calls"),
-        ("search", {"qery": "a"}, ["query is missing", "qery is not known. Did you mean 'query'?"], "malformed_calls"),
+        ("search", {"quer": "a"}, ["query is missing", "quer is not known. Did you mean 'query'?"], "malformed_calls"),
         ("search", {"query": "a", "order": "up"}, ['order must be one of "new", "old"'], "malformed_calls"),
         ("search", {"query": "a", "tags": ["b", 3]}, ["tags[1] must be of type string"], "malformed_calls"),
         ("search", {"query": None}, ["query must be of type string, and is null"], "malformed_calls"),

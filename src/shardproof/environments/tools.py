@@ -205,7 +205,13 @@ def _given_tools(
     mcp: tuple[str, ...],
     limits: tuple[tuple[str, Any], ...] | None,
 ) -> Mapping[str, Tool]:
-    return _by_name(function_tools(functions))
+    # What is not asked for is not imported either: a run waits for its workers to start.
+    tools = function_tools(functions)
+    if limits is not None:
+        from shardproof.environments.interpreter import PythonTool
+
+        tools.append(PythonTool(dict(limits)))
+    return _by_name(tools)
 
 
 def _by_name(tools: Sequence[Tool]) -> Mapping[str, Tool]:

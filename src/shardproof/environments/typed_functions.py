@@ -164,7 +164,7 @@ def _shown(value: object) -> Any:
 async def _within(work: Any, seconds: float) -> Any:
     try:
         return await asyncio.wait_for(work, seconds)
-    except TimeoutError:
+    except asyncio.TimeoutError:  # noqa: UP041  # another class in Python 3.10
         raise ToolTimeout from None
 
 
