@@ -46,7 +46,8 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 def comparable(metrics: dict[str, float]) -> dict[str, float]:
     """What must be the same in every run of the same recipe."""
-    return {k: v for k, v in metrics.items() if not k.startswith("time/") and k != "tokens_per_s"}
+    clocks = ("tokens_per_s", "environment/seconds")
+    return {k: v for k, v in metrics.items() if not k.startswith("time/") and k not in clocks}
 
 
 def trajectory(folder: Path) -> list[dict[str, float]]:

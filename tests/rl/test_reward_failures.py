@@ -14,6 +14,7 @@ from shardproof.rl.checks import check_inputs
 from shardproof.rl.reward_failures import result_together
 from shardproof.rl.reward_functions import BUILT_IN
 from shardproof.rl.rewards import RewardRunner, RewardSpec
+from shardproof.rollout.trajectory import Trajectory
 from shardproof.terminal import attached
 from tests.ranks import run_ranks, run_ranks_outcomes
 from tests.rl.runs import small_recipe, write_rows
@@ -38,8 +39,10 @@ def score(*batches):
         runner = RewardRunner([RewardSpec("numeric")])
         for per_rank in batches:
             with runner.start() as pending:
-                pending.add([("", completion, {}) for completion in per_rank[dist.get_rank()]])
-                found.append([one.failed for one in result_together(pending)])
+                mine = per_rank[dist.get_rank()]
+                pending.add([("", completion, {}) for completion in mine])
+                made = [Trajectory.of_prompt((1,)) for _ in mine]
+                found.append([one.failed for one in result_together(pending, made)])
     return found, terminal.getvalue()
 
 

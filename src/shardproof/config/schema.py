@@ -73,12 +73,11 @@ class Recipe(Section):
 
     @property
     def user_code(self) -> list[tuple[str, str]]:
-        """(kind, module:name) of what is taken from users' modules, apart from rewards."""
+        """(kind, module:name) of what a rank imports from users' modules; rewards and environments have workers."""
         named = [
             ("algorithm", self.algorithm.name),
             ("engine", self.rollout.engine),
             ("optimizer", self.optimizer.name),
-            ("environment", self.environment.name if self.environment is not None else ""),
             *(("tracker", name) for name in self.output.trackers),
         ]
         return [(kind, name) for kind, name in named if is_user_name(name)]
@@ -168,6 +167,10 @@ def _batching(recipe: Recipe) -> str | None:
     prompts, updates = recipe.train.prompts_per_step, recipe.algorithm.updates_per_batch
     if prompts % updates:
         return f"train.prompts_per_step={prompts} is not divisible by algorithm.updates_per_batch={updates}"
+    for key in ("train", "evaluation"):
+        source = getattr(recipe.data, key)
+        if source is not None and source.startswith("environment:") and recipe.environment is None:
+            return f"data.{key}={source!r} are rows of an environment: add an [environment]"
     if recipe.output.eval_every and recipe.data.evaluation is None:
         return "output.eval_every needs held-out prompts: set data.evaluation"
     return None

@@ -57,7 +57,9 @@ def prompt_lengths(recipe: Recipe) -> tuple[list[int], str]:
     if not recipe.data.train.startswith("hf:"):
         try:
             inputs = check_inputs(recipe)
-            lengths = sorted({len(prompt.tokens) for prompt in [*inputs.prompts, *inputs.held_out]})
+            lengths = sorted(
+                {len(p.tokens) for p in [*inputs.prompts, *inputs.held_out]} | {len(inputs.canary)}
+            )
             return lengths, f"the longest of {len(inputs.prompts)} prompts in {recipe.data.train}"
         except ShardproofError:  # the machine that estimates need not have the data
             pass

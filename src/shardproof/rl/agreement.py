@@ -9,10 +9,12 @@ from __future__ import annotations
 import array
 import hashlib
 import importlib.metadata
+import itertools
 import json
 import platform
 import sys
 from collections.abc import Iterable, Mapping
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 import torch.distributed as dist
@@ -24,6 +26,7 @@ from shardproof.findings import Finding
 from shardproof.rl.checks import Inputs
 from shardproof.rl.data import Prompt, rows_digest
 from shardproof.rl.same_run import leaves
+from shardproof.user_code import is_user_name
 
 PACKAGE = Path(__file__).parents[1]
 LIBRARIES = ("torch", "transformers", "tokenizers", "peft", "numpy")
@@ -71,7 +74,16 @@ def identity(recipe: Recipe, inputs: Inputs | None = None, options: object = Non
             found[f"rewards/source of {spec.name}"] = _module_digest(spec.name)
         for kind, name in recipe.user_code:
             found[f"extensions/source of the {kind} {name}"] = _module_digest(name)
+        for name in _environment_code(recipe):
+            found[f"extensions/source of the environment {name}"] = _source_digest(name)
     return found
+
+
+def _environment_code(recipe: Recipe) -> list[str]:
+    """Each module:name that the environment's workers import."""
+    if recipe.environment is None:
+        return []
+    return [n for n in (recipe.environment.name, *recipe.environment.tools.functions) if is_user_name(n)]
 
 
 def require_agreement(mine: Mapping[str, str]) -> None:
@@ -155,6 +167,23 @@ def _module_digest(name: str) -> str:
         return "no source file"
     # The module's own loader also reads what lies in an archive.
     return hashlib.sha256(loader.get_data(path)).hexdigest()[:12]
+
+
+def _source_digest(name: str) -> str:
+    """A sha256 of the file in which module:name would be found, without importing it: only workers do that."""
+    path, spec = None, None
+    for part in itertools.accumulate(name.partition(":")[0].split("."), "{}.{}".format):
+        spec = PathFinder.find_spec(part, path)
+        if spec is None:
+            return "no source file"
+        path = spec.submodule_search_locations
+    origin = spec.origin if spec is not None else None
+    if origin is None or not origin.endswith(".py"):
+        return "no source file"
+    try:
+        return hashlib.sha256(Path(origin).read_bytes()).hexdigest()[:12]
+    except OSError:  # in an archive
+        return "no source file"
 
 
 def _tokens_digest(prompts: Iterable[Prompt]) -> str:

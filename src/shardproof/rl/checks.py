@@ -9,13 +9,16 @@ from typing import Any
 from transformers import AutoTokenizer, PretrainedConfig
 
 from shardproof.config.schema import Model, Recipe
+from shardproof.environments.pool import EnvironmentPool
 from shardproof.errors import fail
 from shardproof.model.families import check_sequence_parallel, max_positions
 from shardproof.model.inventory import take_inventory
 from shardproof.model.roles import POLICY
 from shardproof.model.skeleton import build_skeleton
 from shardproof.rl.algorithms.registry import check_algorithm, find_algorithm
-from shardproof.rl.data import Prompt, encode_completions, encode_prompts, load_rows
+from shardproof.rl.conversations.conversation import Rules
+from shardproof.rl.conversations.prepare import SOURCE, environment_of, make_rules, rows_of, try_opening
+from shardproof.rl.data import Prompt, Rows, encode_completions, encode_prompts, load_rows, sample_seed
 from shardproof.rl.reward_functions import find_reward
 from shardproof.rl.stop_ids import find_stop_ids
 from shardproof.rl.templates import panics_as_errors
@@ -35,10 +38,15 @@ class Inputs:
     prompts: list[Prompt]
     held_out: list[Prompt]
     stop_ids: tuple[int, ...]  # tokens that end a completion
+    canary: tuple[int, ...]  # a prompt on which engine and trainer are compared
+    rules: Rules | None = None  # of conversations with an environment
 
 
-def check_inputs(recipe: Recipe) -> Inputs:
-    """The run's tokenizer, config and prompts; raises if they or the rewards do not fit together."""
+def check_inputs(recipe: Recipe, pool: EnvironmentPool | None = None) -> Inputs:
+    """The run's tokenizer, config and prompts; raises if they, the rewards or the environment do not fit together.
+
+    `pool` are the workers of the recipe's environment; without them one is started, and ends with the check.
+    """
     for kind, name in recipe.user_code:
         import_named(kind, name)
     check_algorithm(recipe)
@@ -47,12 +55,28 @@ def check_inputs(recipe: Recipe) -> Inputs:
     tokenizer = _load_tokenizer(folder, recipe.model.trust_remote_code)
     for spec in recipe.reward.functions if recipe.reward is not None else []:
         find_reward(spec.name)
-    prompts = _read_prompts(recipe, recipe.data.train, tokenizer)
-    evaluation = recipe.data.evaluation
-    held_out = _read_prompts(recipe, evaluation, tokenizer) if evaluation is not None else []
-    _require_known_tokens([*prompts, *held_out], config)
-    _require_room(recipe, [*prompts, *held_out], max_positions(config))
-    return Inputs(tokenizer, config, prompts, held_out, find_stop_ids(folder, config, tokenizer))
+    context = max_positions(config)
+    with environment_of(recipe, pool) as environment:
+        train, evaluation = recipe.data.train, recipe.data.evaluation
+        rows = [
+            _read_rows(recipe, source, environment) for source in (train, evaluation) if source is not None
+        ]
+        rules = None
+        if environment is not None:
+            rules = make_rules(
+                recipe, tokenizer, [row for some in rows for row in some], environment, context
+            )
+        prompts, held_out = [*(_encode(recipe, some, tokenizer, rules) for some in rows), []][:2]
+        _require_known_tokens([*prompts, *held_out], config)
+        limit = context if rules is None else rules.max_tokens
+        _require_room(recipe, [*prompts, *held_out], limit)
+        canary = prompts[0].tokens
+        if environment is not None and rules is not None:
+            seed = sample_seed(recipe.train.seed, -1, 0)
+            opening = try_opening(environment, rules, prompts, recipe.rollout.max_new_tokens, seed)
+            canary = canary or opening
+    stop_ids = find_stop_ids(folder, config, tokenizer)
+    return Inputs(tokenizer, config, prompts, held_out, stop_ids, canary, rules)
 
 
 def check_model(recipe: Recipe, config: PretrainedConfig, num_ranks: int) -> None:
@@ -112,7 +136,7 @@ def _load_tokenizer(folder: Path, trust_remote_code: bool) -> Any:
         raise fail("C005", "data", message, fix="put the model's tokenizer files into its folder") from error
 
 
-def _read_prompts(recipe: Recipe, source: str, tokenizer: Any) -> list[Prompt]:
+def _read_rows(recipe: Recipe, source: str, environment: EnvironmentPool | None) -> Rows:
     data, is_given = recipe.data, not find_algorithm(recipe.algorithm.name).spec.samples
     # Given completions need no answer, unless held-out ones are sampled and scored.
     answer = data.answer_column if recipe.reward is not None else None
@@ -120,8 +144,18 @@ def _read_prompts(recipe: Recipe, source: str, tokenizer: Any) -> list[Prompt]:
     if is_given and source != data.evaluation:
         rewards = []  # completions that are given are not scored
     completion = data.completion_column if is_given else None
-    rows = load_rows(source, data.prompt_column, answer, completion, rewards)
-    prompts = encode_prompts(rows, tokenizer, data.prompt_column, data.chat, data.max_prompt_tokens)
+    given = rows_of(environment, source) if source.startswith(SOURCE) else None
+    return load_rows(
+        source, data.prompt_column, answer, completion, rewards, given, needs_prompt=environment is None
+    )
+
+
+def _encode(recipe: Recipe, rows: Rows, tokenizer: Any, rules: Rules | None) -> list[Prompt]:
+    data, tools = recipe.data, rules.tools if rules is not None else ()
+    # A model learns of its tools from the chat template alone.
+    chat = data.chat or bool(tools)
+    prompts = encode_prompts(rows, tokenizer, data.prompt_column, chat, data.max_prompt_tokens, tools)
+    is_given = not find_algorithm(recipe.algorithm.name).spec.samples
     return encode_completions(prompts, tokenizer, data.completion_column) if is_given else prompts
 
 
@@ -129,20 +163,24 @@ def _require_known_tokens(prompts: list[Prompt], config: PretrainedConfig) -> No
     """Raise if the tokenizer makes ids for which the model has no embedding."""
     size = config.get_text_config().vocab_size
     for prompt in prompts:
-        largest = max((*prompt.tokens, *prompt.completion))
+        largest = max((*prompt.tokens, *prompt.completion), default=0)
         if largest >= size:
             message = f"the tokenizer produces the token id {largest}, but the model's vocabulary has {size} tokens: {prompt.text[:60]!r}."
             raise fail("C005", "data", message, fix="use the tokenizer that belongs to the model")
 
 
 def _require_room(recipe: Recipe, prompts: list[Prompt], limit: int | None) -> None:
-    """Raise if some prompt and what follows it are longer than the model's context."""
+    """Raise if some prompt and what follows it are longer than the model's context, or than a conversation may be."""
     if limit is None:
         return
-    sampled = recipe.rollout.max_new_tokens if recipe.reward is not None else 0
+    samples = recipe.reward is not None or recipe.environment is not None
+    sampled = recipe.rollout.max_new_tokens if samples else 0
     longest = max(prompts, key=lambda prompt: len(prompt.tokens) + max(len(prompt.completion), sampled))
     num, following = len(longest.tokens), max(len(longest.completion), sampled)
     if num + following > limit:
         what = f"rollout.max_new_tokens={sampled}" if following == sampled else f"a completion of {following}"
-        message = f"a prompt of {num} tokens with {what} does not fit the model's {limit} positions: {longest.text[:60]!r}."
+        where = f"the model's {limit} positions"
+        if recipe.environment is not None and limit == recipe.environment.max_tokens:
+            where = f"environment.max_tokens={limit}"
+        message = f"a prompt of {num} tokens with {what} does not fit {where}: {longest.text[:60]!r}."
         raise fail("C005", "data", message, fix="leave long rows out, or lower rollout.max_new_tokens")

@@ -49,16 +49,20 @@ def load_rows(
     answer_column: str | None,
     completion_column: str | None = None,
     rewards: Sequence[str] = (),
+    given: Iterable[Place] | None = None,
+    needs_prompt: bool = True,
 ) -> Rows:
     """Every row of `source`: a .jsonl, .json (one object per line) or .parquet file, or `hf:name[:config][:split]`.
+
+    `given` are the rows of an environment, which has them instead. Without `needs_prompt` a row may lack its prompt.
 
     A row's answer stands under "answer" whatever its column is called, because that is where rewards look for it.
     A completion is wanted, as text that is not empty, if its column is named. Rows that the named rewards can never
     score are refused.
     """
     rows = Rows(
-        (place, _checked(place, row, prompt_column, answer_column, completion_column, rewards))
-        for place, row in read_rows(source)
+        (place, _checked(place, row, prompt_column, answer_column, completion_column, rewards, needs_prompt))
+        for place, row in (read_rows(source) if given is None else given)
     )
     if not rows:
         raise unusable(f"{source} holds no rows.")
@@ -66,12 +70,19 @@ def load_rows(
 
 
 def _checked(
-    place: str, row: Row, prompt: str, answer: str | None, completion: str | None, rewards: Sequence[str]
+    place: str,
+    row: Row,
+    prompt: str,
+    answer: str | None,
+    completion: str | None,
+    rewards: Sequence[str],
+    needs_prompt: bool,
 ) -> Row:
     if _is_deeper(row, _MAX_DEPTH):
         raise unusable(f"{place} is nested deeper than {_MAX_DEPTH}.")
-    _require_column(place, row, prompt, "data.prompt_column")
-    _require_prompt(f"{place}: column {prompt!r}", row[prompt])
+    if needs_prompt or prompt in row:
+        _require_column(place, row, prompt, "data.prompt_column")
+        _require_prompt(f"{place}: column {prompt!r}", row[prompt])
     if answer is not None:
         _require_column(place, row, answer, "data.answer_column")
         row["answer"] = row[answer]
@@ -203,15 +214,28 @@ class PromptStream:
 
 
 def encode_prompts(
-    rows: list[Row], tokenizer: Any, prompt_column: str, chat: bool, max_prompt_tokens: int | None
+    rows: list[Row],
+    tokenizer: Any,
+    prompt_column: str,
+    chat: bool,
+    max_prompt_tokens: int | None,
+    tools: Sequence[dict[str, Any]] = (),
 ) -> list[Prompt]:
-    """Each row's prompt as text and tokens, through the chat template where `chat` is set or the prompt is a list."""
+    """Each row's prompt as text and tokens, through the chat template where `chat` is set or the prompt is a list.
+
+    The template shows the model what it may call, the `tools`. A row without a prompt, which an environment has to
+    bring, gets no tokens.
+    """
     places = rows.places if isinstance(rows, Rows) else [f"row {n}" for n in range(1, len(rows) + 1)]
+    if not all(prompt_column in row for row in rows):
+        present = Rows((place, row) for place, row in zip(places, rows) if prompt_column in row)
+        encoded = iter(encode_prompts(present, tokenizer, prompt_column, chat, max_prompt_tokens, tools))
+        return [next(encoded) if prompt_column in row else Prompt(row, "", ()) for row in rows]
     templated = [chat or not isinstance(row[prompt_column], str) for row in rows]
     texts = [str(row[prompt_column]) for row in rows]
     through_template = [index for index, flag in enumerate(templated) if flag]
     prompts = [rows[index][prompt_column] for index in through_template]
-    rendered = _render_all(prompts, tokenizer, [places[index] for index in through_template])
+    rendered = _render_all(prompts, tokenizer, [places[index] for index in through_template], tools)
     for index, text in zip(through_template, rendered):
         texts[index] = text
     tokens: list[tuple[int, ...]] = [()] * len(rows)
@@ -250,9 +274,12 @@ def _tokens(tokenizer: Any, texts: list[str], *, add_special_tokens: bool) -> li
 
 
 def _render_all(
-    prompts: list[str | list[dict[str, Any]]], tokenizer: Any, places: Sequence[str]
+    prompts: list[str | list[dict[str, Any]]],
+    tokenizer: Any,
+    places: Sequence[str],
+    tools: Sequence[dict[str, Any]],
 ) -> list[str]:
-    calls = [partial(_render, prompt, tokenizer, place) for prompt, place in zip(prompts, places)]
+    calls = [partial(_render, prompt, tokenizer, place, tools) for prompt, place in zip(prompts, places)]
     try:
         return call_each(calls, _TEMPLATE_SECONDS) if calls else []
     except Overdue as error:
@@ -260,7 +287,9 @@ def _render_all(
         raise unusable(message, "use a tokenizer whose chat template you trust") from error
 
 
-def _render(prompt: str | list[dict[str, Any]], tokenizer: Any, place: str) -> str:
+def _render(
+    prompt: str | list[dict[str, Any]], tokenizer: Any, place: str, tools: Sequence[dict[str, Any]]
+) -> str:
     if not getattr(tokenizer, "chat_template", None):
         raise unusable(
             f"{place}: the prompt needs a chat template, but the tokenizer has none.",
@@ -272,6 +301,7 @@ def _render(prompt: str | list[dict[str, Any]], tokenizer: Any, place: str) -> s
     try:
         return tokenizer.apply_chat_template(
             messages,
+            tools=list(tools) or None,
             tokenize=False,
             add_generation_prompt=not unfinished,
             continue_final_message=unfinished,

@@ -13,6 +13,7 @@ from shardproof.dist.collectives import exchange
 from shardproof.errors import fail
 from shardproof.rl.algorithms.base import Algorithm
 from shardproof.rl.batches import make_batch
+from shardproof.rl.conversations.measures import conversation_facts, environment_metrics
 from shardproof.rl.data import Prompt, PromptStream, Share
 from shardproof.rl.rollouts import Sampler, await_rewards
 from shardproof.rollout.engine import Sampling
@@ -29,11 +30,16 @@ _MAX_ERRORS = 3  # of rewards that a rank reports per step
 class Experience:
     """This rank's part of a step's experience, and the metrics of the whole of it."""
 
-    trajectories: list[Trajectory]  # in the order of the batch's sequences; none where completions are given
+    trajectories: list[Trajectory]  # conversations, in the batch's order; none where completions are given
     batch: Batch
     metrics: dict[str, float] = field(default_factory=dict)
     errors: list[str] = field(default_factory=list)  # of rewards, the first few of every rank
     order: list[int] = field(default_factory=list)  # the groups of all ranks that are trained on
+
+    @property
+    def sequences(self) -> list[Trajectory]:
+        """The batch's rows: a trajectory each, of which a conversation may have several."""
+        return sequences_of(self.trajectories)
 
 
 @dataclass(frozen=True)
@@ -83,18 +89,18 @@ def collect(
 ) -> Experience:
     """Sample, score and weigh one step's prompts. Collective: every rank."""
     seen: list[Trajectory] = []
-    num_seen, waited_s = 0, 0.0
+    num_seen, waited_s, environment_s = 0, 0.0, sampler.waited_s
     kept: list[int] = []
     batch: Batch | None = None
     drops = algorithm.drops_equal_rewards
     for _ in range(_MAX_ROUNDS if drops else 1):
         drawn = [(num_seen + i, prompts[row]) for i, row in enumerate(stream.take(num_prompts))]
         with sampler.pending() as pending:
-            fresh = sampler.roll_out(share.of(drawn), group_size, step, sampling, pending)
+            fresh = sampler.roll_out(share.of(drawn), group_size, step, sampling, pending, sampler.ledger)
             if not drops:
                 # Every group stays, so the models score them all while rewards run.
-                batch = scorers.scored(make_batch(fresh), algorithm.columns)
-            fresh, seconds = await_rewards(fresh, pending, algorithm)
+                batch = scorers.scored(make_batch(sequences_of(fresh)), algorithm.columns)
+            fresh, seconds = await_rewards(fresh, pending, algorithm, sampler.masks_truncated)
         seen += fresh
         num_seen += num_prompts
         waited_s += seconds
@@ -106,10 +112,12 @@ def collect(
     chosen = set(order)
     trajectories = [trajectory for trajectory in seen if trajectory.group in chosen]
     if batch is None:
-        batch = scorers.scored(make_batch(trajectories), algorithm.columns)
+        batch = scorers.scored(make_batch(sequences_of(trajectories)), algorithm.columns)
     metrics, errors = _measure(seen, share)
     metrics |= {"prompts/kept": len(order) / num_seen, "time/reward": waited_s}
-    batch = algorithm.advantages(batch, trajectories)
+    if sampler.conversations is not None:
+        metrics["time/environment"] = sampler.waited_s - environment_s
+    batch = algorithm.advantages(batch, sequences_of(trajectories))
     if not isinstance(batch, Batch) or "advantages" not in batch.columns:
         found = f"columns {', '.join(batch.columns)}" if isinstance(batch, Batch) else type(batch).__name__
         message = (
@@ -117,6 +125,11 @@ def collect(
         )
         raise fail("C001", "rollout", message, fix="see docs/extending.md#an-algorithm")
     return Experience(trajectories, batch, metrics, errors, order)
+
+
+def sequences_of(trajectories: Iterable[Trajectory]) -> list[Trajectory]:
+    """The sequences of all conversations, in order."""
+    return [sequence for trajectory in trajectories for sequence in trajectory.sequences]
 
 
 def in_groups(trajectories: Iterable[Trajectory]) -> list[list[Trajectory]]:
@@ -135,7 +148,7 @@ def _with_signal(trajectories: Sequence[Trajectory]) -> list[int]:
     Collective: every rank.
     """
     groups = in_groups(trajectories)
-    mine = [g[0].group for g in groups if len({reward.total for reward in known_rewards(g)}) > 1]
+    mine = [g[0].group for g in groups if len({r.total for r in map(reward_of, g) if r.counts}) > 1]
     return sorted({group for row in exchange(mine) for group in row})
 
 
@@ -148,20 +161,23 @@ def _measure(trajectories: Sequence[Trajectory], share: Share) -> tuple[dict[str
     groups = in_groups(trajectories)
     spreads = [[reward.trained for reward in known_rewards(group)] for group in groups]
     errors = [error for trajectory in trajectories for error in reward_of(trajectory).errors]
+    # Failures of environments are counted by their own metrics.
+    num_broken = sum(trajectory.ended == "failed" for trajectory in trajectories)
     mine = {
         "rewards": [reward.trained for reward in known],
         "lengths": [trajectory.num_sampled for trajectory in trajectories],
         "finished": [trajectory.finished for trajectory in trajectories],
         "spread": [statistics.pstdev(spread) for spread in spreads if spread],
         "parts": [dict(reward.parts) for reward in known],
-        "num_errors": len(errors),
-        "num_failed": len(trajectories) - len(known),
+        "num_errors": len(errors) - num_broken,
+        "num_failed": len(trajectories) - len(known) - num_broken,
         "errors": errors[:_MAX_ERRORS],
+        "conversations": conversation_facts(trajectories),
     }
     rows = share.once(exchange(mine))
     merged = {
         key: [value for row in rows for value in row[key]]
-        for key in ("rewards", "lengths", "finished", "spread", "parts", "errors")
+        for key in ("rewards", "lengths", "finished", "spread", "parts", "errors", "conversations")
     }
     metrics = {
         "reward/mean": _mean(merged["rewards"]),
@@ -174,7 +190,7 @@ def _measure(trajectories: Sequence[Trajectory], share: Share) -> tuple[dict[str
     }
     for name in sorted({name for part in merged["parts"] for name in part}):
         metrics[f"reward/{name}"] = _mean([part.get(name, 0.0) for part in merged["parts"]])
-    return metrics, sorted(set(merged["errors"]))
+    return metrics | environment_metrics(merged["conversations"]), sorted(set(merged["errors"]))
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -12,12 +12,13 @@ from shardproof.config.schema import Recipe
 from shardproof.dist.collectives import exchange, together
 from shardproof.dist.launch import init_distributed
 from shardproof.rl.agreement import agree_on
+from shardproof.rl.conversations.measures import NAME
 from shardproof.rl.evaluation import evaluate
 from shardproof.rl.experience import Experience, collect
 from shardproof.rl.folder import RunFolder, resume_last, save, save_model
 from shardproof.rl.handover import hand_over
 from shardproof.rl.loggers import Logger
-from shardproof.rl.proofs import proving
+from shardproof.rl.proofs import prove_tokens, proving
 from shardproof.rl.same_run import Resume
 from shardproof.rl.samples import write_samples
 from shardproof.rl.setup import Run, set_up
@@ -26,6 +27,7 @@ from shardproof.rl.stopping import StopFlag, Stopped
 from shardproof.rl.updates import Update, step_metrics, update
 from shardproof.rollout.engine import Request
 from shardproof.rollout.trajectory import Trajectory
+from shardproof.user_code import is_user_name
 
 logger = logging.getLogger(__name__)
 
@@ -106,10 +108,11 @@ def one_step(run: Run, step: int, folder: RunFolder) -> dict[str, float]:
     """One batch of experience and the updates from it. Collective: every rank."""
     started = time.perf_counter()
     experience = _experience(run, step)
+    proved = _prove_tokens(run, experience, step + 1, folder)
     generated = time.perf_counter()
     updates = _update(run, experience)
     updated = time.perf_counter()
-    metrics = experience.metrics | _sync(run, step + 1, folder)
+    metrics = experience.metrics | proved | _sync(run, step + 1, folder)
     metrics |= step_metrics(run.algorithm, updates)
     seconds = time.perf_counter() - started
     tokens = sum(run.share.once(exchange(sum(experience.batch.lengths))))
@@ -123,8 +126,8 @@ def one_step(run: Run, step: int, folder: RunFolder) -> dict[str, float]:
         if not result.stepped:
             folder.note(step + 1, "skip", f"{result.reason}: rank {result.rank}, {result.tensor}")
     for error in experience.errors:
-        folder.note(step + 1, "reward", error)
-    write_samples(folder, experience, step + 1)
+        folder.note(step + 1, NAME if error.startswith(f"{NAME}: ") else "reward", error)
+    write_samples(folder, experience, step + 1, run.sampler.tokenizer)
     return metrics
 
 
@@ -147,6 +150,28 @@ def _experience(run: Run, step: int) -> Experience:
     if run.recipe.rollout.sleep:
         run.sampler.engine.sleep()
     return experience
+
+
+def _prove_tokens(run: Run, experience: Experience, step: int, folder: RunFolder) -> dict[str, float]:
+    """Prove that the batch has just the tokens that were sampled. The proof ledger gets a line at some steps.
+
+    Collective: every rank.
+    """
+    if not run.algorithm.spec.samples:
+        return {}
+    output = run.recipe.output
+    regular = any(every and step % every == 0 for every in (output.eval_every, output.save_every))
+    return prove_tokens(
+        folder,
+        step,
+        run.sampler.ledger,
+        experience.batch,
+        experience.trajectories,
+        run.share,
+        # Only a user's algorithm may leave out single tokens of a turn.
+        whole_turns=not is_user_name(run.recipe.algorithm.name),
+        noted=regular or step == 1 or step == run.recipe.train.steps,
+    )
 
 
 def _update(run: Run, experience: Experience) -> list[Update]:
@@ -172,7 +197,7 @@ def _sync(run: Run, step: int, folder: RunFolder) -> dict[str, float]:
         return version
     if run.recipe.rollout.sleep:
         run.sampler.engine.wake()
-    request = Request(Trajectory.of_prompt(run.prompts[0].tokens), run.recipe.train.seed)
+    request = Request(Trajectory.of_prompt(run.canary), run.recipe.train.seed)
     tolerance = run.recipe.canary_tolerance
     with proving(folder, step, "sync", tolerance=tolerance) as proof:
         metrics = hand_over(run.sampler.engine, run.weights, request, run.sampling, tolerance, proof)
@@ -197,7 +222,7 @@ def _held_out_metrics(run: Run, step: int) -> dict[str, float]:
     if not run.algorithm.spec.samples:
         size = run.recipe.train.micro_batch_tokens
         found = held_out_loss(run.policy.model, prompts, size, run.share)
-    if run.recipe.reward is None:
+    if run.sampler.rewards is None:
         return found
     sampling = replace(run.sampling, temperature=0.0) if output.eval_samples == 1 else run.sampling
     return found | evaluate(run.sampler, prompts, sampling, output.eval_samples, step, run.share)

@@ -159,7 +159,7 @@ def _sources(recipe: Recipe) -> Iterator[tuple[str, Path]]:
         if role is not None and role.path:
             yield f"{name}.path", Path(role.path).expanduser()
     for key, source in (("data.train", recipe.data.train), ("data.evaluation", recipe.data.evaluation)):
-        if source and not source.startswith("hf:"):
+        if source and not source.startswith(("hf:", "environment:")):
             yield key, Path(source)
 
 

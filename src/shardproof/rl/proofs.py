@@ -30,8 +30,9 @@ COMPARED = {
     "resume": "Every byte of the checkpoint was compared with the checksum that was saved with it.",
     "sync": "The engine's log-probs of a canary prompt were compared with the trainer's after the engine "
     "received the weights.",
-    "tokens": "Before the update, every sampled token of the batch, the tokens before it, its log-prob and its weight "
-    "version were compared with what the engine read and returned, and the mask with what was sampled.",
+    "tokens": "In each step, before the update, every sampled token of the batch, the tokens before it, its log-prob and its "
+    "weight version were compared with what the engine read and returned, and the mask with what was sampled. Noted at the "
+    "first and last step, at evaluations and at checkpoints.",
     "checkpoint": "Every file was written whole, with a checksum that a resume compares before it reads anything.",
     "export": "Every tensor was sent once and is finite, and the sizes of all files were read back.",
 }

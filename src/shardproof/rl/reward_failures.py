@@ -1,4 +1,4 @@
-"""Rewards that fail: said on the terminal at once, and the end of the run where a whole batch failed."""
+"""Rewards and environments that fail: said on the terminal at once, and the end of the run where a whole batch failed."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import torch.distributed as dist
 
 from shardproof.dist.collectives import together
 from shardproof.errors import fail
+from shardproof.rl.conversations.measures import NAME, with_environment
 from shardproof.rl.rewards import PendingRewards
-from shardproof.rollout.trajectory import Reward
+from shardproof.rollout.trajectory import Reward, Trajectory
 from shardproof.text import printable
 
 logger = logging.getLogger(__name__)
@@ -20,15 +21,21 @@ _MAX_NOTICED = 20  # kinds of failures that the terminal shows in a run
 _MAX_TEXT = 400
 
 
-def result_together(pending: PendingRewards) -> list[Reward]:
-    """This rank's rewards, in the order of the samples. Rank 0 shows failures of a new kind.
+def result_together(
+    pending: PendingRewards, trajectories: Sequence[Trajectory], masks: bool = False
+) -> list[Reward]:
+    """The rewards of this rank's trajectories, environments' included. Rank 0 shows failures of a new kind.
 
     If a rank's rewards raise, or every sample of every rank failed, all ranks raise.
 
     Collective: every rank.
     """
     with together("reward") as message:
-        scored = pending.result()
+        found = iter(pending.result())  # of those whose environment did not fail
+        nothing = Reward(0.0)
+        scored = [
+            with_environment(t, nothing if t.ended == "failed" else next(found), masks) for t in trajectories
+        ]
         message.mine = [len(scored), sum(one.failed for one in scored), _first_of_each_kind(scored)]
     rows = message.rows
     kinds: dict[str, tuple[int, str, str]] = {}
@@ -39,11 +46,12 @@ def result_together(pending: PendingRewards) -> list[Reward]:
     num_samples, num_failed = (sum(row[k] for row in rows) for k in (0, 1))
     if num_samples and num_samples == num_failed:
         errors = [f"rank {rank}: {name!r}: {error}" for rank, name, error in kinds.values()]
+        of_environment = any(name == NAME for _, name, _ in kinds.values())
         raise fail(
-            "R504",
-            "reward",
+            "R509" if of_environment else "R504",
+            "rollout" if of_environment else "reward",
             f"the whole batch failed, no sample has a reward: {'; '.join(errors[:3])}.",
-            fix="repair the reward, or the data that it reads",
+            fix=f"repair the {NAME if of_environment else 'reward'}, or the data that it reads",
         )
     return scored
 
@@ -64,4 +72,5 @@ def _notice(kinds: dict[str, tuple[int, str, str]], noticed: set[str]) -> None:
             continue
         noticed.add(kind)
         if dist.get_rank() == 0:
-            logger.warning("rank %d: reward %r failed: %s", rank, name, printable(error).replace("\n", " "))
+            what = "the environment" if name == NAME else f"reward {name!r}"
+            logger.warning("rank %d: %s failed: %s", rank, what, printable(error).replace("\n", " "))

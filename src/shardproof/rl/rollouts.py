@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch.distributed as dist
@@ -15,12 +15,14 @@ from shardproof.bounds import require_number
 from shardproof.dist.collectives import raise_together
 from shardproof.findings import Finding
 from shardproof.rl.algorithms.base import Algorithm
+from shardproof.rl.conversations.measures import NAME
+from shardproof.rl.conversations.waves import Conversations, Start
 from shardproof.rl.data import Prompt, sample_seed
-from shardproof.rl.environment import Conversation
 from shardproof.rl.reward_failures import result_together
 from shardproof.rl.rewards import PendingRewards, RewardRunner
 from shardproof.rl.templates import panics_as_errors
 from shardproof.rollout.engine import Engine, Request, Sampling, answers
+from shardproof.rollout.token_ledger import TokenLedger
 from shardproof.rollout.trajectory import Trajectory
 from shardproof.shard.sharded_model import ShardedModel
 
@@ -35,10 +37,11 @@ class Sampler:
     policy: ShardedModel  # whose weights the engine samples from
     seed: int
     max_lag: int = 0  # how many versions older than the policy's a trajectory may be
-    conversation: Conversation | None = None  # None: the policy has one turn
+    conversations: Conversations | None = None  # None: the policy has one turn
     lending: Callable[[], AbstractContextManager[object]] = (
         nullcontext  # of the policy's memory, while it samples
     )
+    ledger: TokenLedger = field(default_factory=TokenLedger)  # of what is sampled to be trained on
 
     def pending(self) -> PendingRewards:
         """Rewards of trajectories still to be sampled."""
@@ -47,11 +50,25 @@ class Sampler:
 
     @property
     def reward_names(self) -> list[str]:
-        return [spec.name for spec in self.rewards.specs] if self.rewards is not None else []
+        """The reward functions', and the environment's at the end."""
+        functions = [spec.name for spec in self.rewards.specs] if self.rewards is not None else []
+        return functions if self.conversations is None else [*functions, NAME]
+
+    @property
+    def masks_truncated(self) -> bool:
+        """Whether conversations that a limit ended are left out of the update."""
+        return self.conversations is not None and self.conversations.rules.masks
+
+    @property
+    def waited_s(self) -> float:
+        """The seconds that this rank has waited for an environment so far."""
+        return 0.0 if self.conversations is None else self.conversations.waited_s
 
     def close(self) -> None:
-        """End the engine and the rewards' workers."""
+        """End the engine, the environment and the rewards' workers."""
         self.engine.close()
+        if self.conversations is not None:
+            self.conversations.close()
         if self.rewards is not None:
             self.rewards.close()
 
@@ -62,38 +79,46 @@ class Sampler:
         step: int,
         sampling: Sampling,
         pending: PendingRewards,
+        ledger: TokenLedger | None = None,
     ) -> list[Trajectory]:
-        """`size` trajectories of each (group, prompt), in this order; `pending` gets them as they come.
+        """`size` trajectories of each (group, prompt), in this order; `pending` and `ledger` get them as they come.
 
         The draws depend on seed, step, group and place in the group, and on nothing else. Collective: every rank.
         """
         prompts = [prompt for _, prompt in asked for _ in range(size)]
-        requests = [
-            Request(
-                Trajectory.of_prompt(prompt.tokens, group, sample),
+        starts = [
+            Start(
+                prompt,
+                group,
+                sample,
                 sample_seed(self.seed, step, group * size + sample),
+                # Held-out conversations, which have negative steps, begin alike in every evaluation.
+                sample_seed(self.seed, max(step, -1), group),
             )
             for group, prompt in asked
             for sample in range(size)
         ]
         found: dict[int, Trajectory] = {}
         with self.lending():
-            for ready in self._turns(requests, prompts, sampling):
-                said = {place: self._with_text(t, prompts[place]) for place, t in ready}
-                pending.add([(prompts[k].text, t.text, prompts[k].row) for k, t in said.items()], list(said))
-                found |= said
-        trajectories = [found[place] for place in range(len(requests))]
+            for ready in self._finished(starts, sampling, ledger):
+                scored = {place: t for place, t in ready if t.ended != "failed"}
+                samples = [(t.facts["prompt"], t.text, prompts[k].row) for k, t in scored.items()]
+                pending.add(samples, list(scored))
+                found |= dict(ready)
+        trajectories = [found[place] for place in range(len(starts))]
         _check_usable(trajectories, self.policy.version, self.max_lag)
         return trajectories
 
-    def _turns(
-        self, requests: Sequence[Request], prompts: Sequence[Prompt], sampling: Sampling
+    def _finished(
+        self, starts: Sequence[Start], sampling: Sampling, ledger: TokenLedger | None
     ) -> Iterator[list[tuple[int, Trajectory]]]:
         """(place, trajectory) of those that are over, as they come. Collective: every rank."""
-        if self.conversation is None:
-            yield from answers(self.engine, requests, sampling)
-        else:
-            yield from self.conversation.turns(self.engine, requests, [p.row for p in prompts], sampling)
+        if self.conversations is not None:
+            yield from self.conversations.run(self.engine, starts, sampling, ledger)
+            return
+        requests = [Request(Trajectory.of_prompt(s.prompt.tokens, s.group, s.sample), s.seed) for s in starts]
+        for ready in answers(self.engine, requests, sampling, ledger):
+            yield [(place, self._with_text(t, starts[place].prompt)) for place, t in ready]
 
     def _with_text(self, trajectory: Trajectory, prompt: Prompt) -> Trajectory:
         """With the prompt's text, and what was said after it, without the token that ended it."""
@@ -129,14 +154,17 @@ def _check_usable(trajectories: Sequence[Trajectory], version: int, max_lag: int
 
 
 def await_rewards(
-    trajectories: Sequence[Trajectory], pending: PendingRewards, algorithm: Algorithm | None = None
+    trajectories: Sequence[Trajectory],
+    pending: PendingRewards,
+    algorithm: Algorithm | None = None,
+    masks: bool = False,
 ) -> tuple[list[Trajectory], float]:
     """(the trajectories with their rewards and the algorithm's penalties, the seconds that were spent waiting).
 
-    Collective: every rank.
+    With `masks`, conversations that a limit ended are left out of the update. Collective: every rank.
     """
     started = time.perf_counter()
-    rewards = result_together(pending)
+    rewards = result_together(pending, trajectories, masks)
     waited_s = time.perf_counter() - started
     rewarded = []
     for trajectory, reward in zip(trajectories, rewards, strict=True):

@@ -33,7 +33,7 @@ def read_rows(source: str) -> Iterable[Place]:
         return _read_lines(path)
     if path.suffix == ".parquet":
         return _read_parquet(path)
-    message = f"{path} is not a .jsonl, .json or .parquet file, and not hf:name[:config][:split]."
+    message = f"{path} is not a .jsonl, .json or .parquet file, and not hf:name[:config][:split] or environment:SPLIT."
     raise unusable(message, fix="convert it to JSONL, one object per line; see docs/own-data.md")
 
 

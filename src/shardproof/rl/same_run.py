@@ -34,6 +34,7 @@ FREE = {
     "rollout.vllm",
     "data.max_prompt_tokens",  # longer prompts are refused, not cut
     *("reward.timeout_s", "reward.num_workers"),
+    *("environment.timeout_s", "environment.num_workers", "environment.python"),
     *("train.steps", "train.micro_batch_tokens", "train.ranks", "train.max_consecutive_skips"),
     "output",
 }

@@ -7,25 +7,25 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from transformers import PretrainedConfig
 
-from shardproof.config.schema import Recipe, Rewards, Role, Rollout
+from shardproof.config.schema import Recipe, Role, Rollout
 from shardproof.dist.collectives import exchange, together
 from shardproof.dist.launch import init_distributed
 from shardproof.dist.mesh import make_mesh
+from shardproof.environments.pool import EnvironmentPool
 from shardproof.errors import fail
 from shardproof.export.stream import WeightStream
-from shardproof.model.families import max_positions
 from shardproof.rl.agreement import agree_on
 from shardproof.rl.algorithms.base import Algorithm
 from shardproof.rl.algorithms.registry import make_algorithm
-from shardproof.rl.checks import check_inputs, make_lora
+from shardproof.rl.checks import Inputs, check_inputs, make_lora
+from shardproof.rl.conversations.prepare import start_workers
+from shardproof.rl.conversations.waves import Conversations
 from shardproof.rl.data import Prompt, PromptStream, Share
-from shardproof.rl.environment import Conversation, make_conversation
 from shardproof.rl.experience import Scorers
 from shardproof.rl.proofs import Ledger, proved_load
 from shardproof.rl.rewards import RewardRunner, RewardSpec
@@ -58,17 +58,37 @@ class Run:
     stream: PromptStream
     sampling: Sampling
     share: Share  # of the prompts, that this rank takes
+    canary: tuple[int, ...]  # a prompt on which engine and trainer are compared
 
 
 def set_up(recipe: Recipe, ledger: Ledger | None = None, step: int = 0) -> Run:
     """Load every model and part of a run; the ledger gets a line per load. Collective: every rank."""
     init_distributed()
-    logger.info("reading the data ...")
-    with together("data"):
-        inputs = check_inputs(recipe)
-        algorithm = make_algorithm(recipe.algorithm, recipe.rollout)
-        conversation = make_conversation(recipe.environment, inputs.tokenizer, max_positions(inputs.config))
-    agree_on(recipe, inputs)
+    workers: EnvironmentPool | None = None
+    try:
+        with together("data"):
+            if recipe.environment is not None:
+                logger.info("starting the environment ...")
+                workers = start_workers(recipe.environment)
+            logger.info("reading the data ...")
+            inputs = check_inputs(recipe, workers)
+            algorithm = make_algorithm(recipe.algorithm, recipe.rollout)
+        agree_on(recipe, inputs)
+        return _load(recipe, inputs, algorithm, workers, ledger, step)
+    except BaseException:
+        if workers is not None:
+            workers.close()
+        raise
+
+
+def _load(
+    recipe: Recipe,
+    inputs: Inputs,
+    algorithm: Algorithm,
+    workers: EnvironmentPool | None,
+    ledger: Ledger | None,
+    step: int,
+) -> Run:
     logger.info("%d prompts to train on, %d held out", len(inputs.prompts), len(inputs.held_out))
     load_role = partial(_load_role, recipe, config=inputs.config, ledger=ledger, step=step)
     policy = load_role(None, "policy")
@@ -100,18 +120,19 @@ def set_up(recipe: Recipe, ledger: Ledger | None = None, step: int = 0) -> Run:
             rollout.temperature,
             recipe.train.micro_batch_tokens,
         ),
-        sampler=_make_sampler(recipe, inputs.tokenizer, conversation, engine, trainer),
+        sampler=_make_sampler(recipe, inputs, workers, engine, trainer),
         weights=WeightStream(policy, policy.settings.compute_dtype),
         prompts=inputs.prompts,
         held_out=inputs.held_out,
         stream=PromptStream(len(inputs.prompts), recipe.train.seed),
         sampling=Sampling(rollout.max_new_tokens, rollout.temperature, rollout.top_p, stop_ids),
         share=Share(dist.get_rank(), dist.get_world_size(), policy.sequence_parallel),
+        canary=inputs.canary,
     )
 
 
 def _make_sampler(
-    recipe: Recipe, tokenizer: Any, conversation: Conversation | None, engine: Engine, policy: Trainer
+    recipe: Recipe, inputs: Inputs, workers: EnvironmentPool | None, engine: Engine, policy: Trainer
 ) -> Sampler:
     """What samples, with the rewards' workers on every rank, or on none: what one rank cannot start, all of them raise.
 
@@ -120,21 +141,25 @@ def _make_sampler(
     rewards = None
     try:
         with together("reward"):
-            rewards = _make_rewards(recipe.reward)
+            rewards = _make_rewards(recipe)
     except BaseException:
         if rewards is not None:
             rewards.close()
         engine.close()
         raise
+    conversations = None
+    if recipe.environment is not None and workers is not None and inputs.rules is not None:
+        stops = recipe.environment.on_error == "stop"
+        conversations = Conversations(workers, inputs.rules, stops, policy.model.sequence_parallel)
     lending = partial(_lending, policy) if recipe.rollout.offload_policy else nullcontext
     return Sampler(
         engine,
-        tokenizer,
+        inputs.tokenizer,
         rewards,
         policy.model,
         recipe.train.seed,
         recipe.rollout.max_version_lag,
-        conversation,
+        conversations,
         lending,
     )
 
@@ -149,9 +174,11 @@ def _lending(policy: Trainer) -> Iterator[None]:
         policy.model.onload()
 
 
-def _make_rewards(settings: Rewards | None) -> RewardRunner | None:
+def _make_rewards(recipe: Recipe) -> RewardRunner | None:
+    """What scores completions: None where nothing does, and without functions where the environment alone does."""
+    settings = recipe.reward
     if settings is None:
-        return None
+        return None if recipe.environment is None else RewardRunner([])
     return RewardRunner(
         [RewardSpec(spec.name, spec.weight) for spec in settings.functions],
         timeout_s=settings.timeout_s,
@@ -172,8 +199,9 @@ def make_engine(recipe: Recipe, policy: ShardedModel) -> Engine:
     with together("rollout"):  # a replica may fit the memory of some ranks and not of others
         if is_user_name(recipe.rollout.engine):
             return _users_engine(recipe.rollout, policy)
-        kind = EmbeddedEngine if recipe.rollout.engine == "embedded" else ShardedEngine
-        return kind(policy, recipe.rollout.batch_size)
+        if recipe.rollout.engine == "sharded":
+            return ShardedEngine(policy, recipe.rollout.batch_size)
+        return EmbeddedEngine(policy, recipe.rollout.batch_size, recipe.rollout.cache_gib)
 
 
 def _users_engine(rollout: Rollout, policy: ShardedModel) -> Engine:

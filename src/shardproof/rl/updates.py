@@ -72,7 +72,7 @@ def mini_batches(experience: Experience, num: int) -> list[Batch]:
     bounds = [part * len(places) // num for part in range(num + 1)]
     return [
         experience.batch.select(
-            [k for k, t in enumerate(experience.trajectories) if first <= places[t.group] < end]
+            [k for k, t in enumerate(experience.sequences) if first <= places[t.group] < end]
         )
         for first, end in pairwise(bounds)
     ]

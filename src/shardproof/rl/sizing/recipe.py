@@ -9,6 +9,7 @@ from functools import lru_cache
 import torch
 
 from shardproof.config.schema import Lora, Model, Recipe, Role
+from shardproof.model.families import max_positions
 from shardproof.model.roles import CRITIC, POLICY, REFERENCE
 from shardproof.rl.algorithms.registry import make_algorithm
 from shardproof.rl.checks import make_lora, model_folder
@@ -123,6 +124,7 @@ class _Counter:
 
     def __init__(self, recipe: Recipe, machine: Machine, prompt_lengths: Sequence[int]):
         self.recipe, self.machine = recipe, machine
+        prompt_lengths = conversation_lengths(recipe, prompt_lengths)
         self.shapes = _roles(recipe)
         self.tokens, self.is_accumulated = _micro_batch(recipe, machine.num_ranks, max(prompt_lengths))
         self.models: dict[str, Estimate] = {
@@ -246,12 +248,28 @@ class _Counter:
                 'checkpoint_activations="auto" is counted as if every block were recomputed; it uses memory that is free'
             )
         if recipe.environment is not None:
-            found.append(
-                "an environment's replies are not counted: pass the longest conversation as --prompt-tokens"
-            )
+            longest = "environment.max_tokens"
+            if recipe.environment.max_tokens is None:
+                longest = "the prompt and max_turns turns, without replies: set environment.max_tokens to count them"
+            found.append(f"the longest conversation is counted as {longest}")
         if recipe.rollout.engine not in ("embedded", "sharded", "vllm") and _samples(recipe):
             found.append(f"the memory of your own engine {recipe.rollout.engine!r} is not counted")
         return found
+
+
+def conversation_lengths(recipe: Recipe, prompt_lengths: Sequence[int]) -> list[int]:
+    """How many tokens the policy may have to read before a turn: the prompts, and with an environment what follows them.
+
+    A conversation has `environment.max_tokens` tokens; without that limit, its prompt and `max_turns` turns of the
+    policy, since the length of replies is not known. The model's context is the limit of both.
+    """
+    if recipe.environment is None:
+        return list(prompt_lengths)
+    turn, longest = recipe.rollout.max_new_tokens, max(prompt_lengths)
+    conversation = recipe.environment.max_tokens or longest + recipe.environment.max_turns * turn
+    config = read_config(model_folder(recipe.model.path), recipe.model.trust_remote_code)
+    conversation = min(conversation, max_positions(config) or conversation)
+    return sorted({*prompt_lengths, max(longest, conversation - turn)})
 
 
 def _micro_batch(recipe: Recipe, num_ranks: int, longest_prompt: int) -> tuple[int, bool]:

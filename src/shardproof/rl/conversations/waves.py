@@ -1,0 +1,206 @@
+"""All conversations of a batch, wave by wave: each wave is a turn of the policy and the environment's replies to it.
+
+Environments work while the engine still samples other turns of the wave. Draws depend on a conversation's seed and the
+number of its turns alone, so that conversations are the same at any number of ranks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from shardproof.dist.collectives import together
+from shardproof.environments.pool import EnvironmentPool
+from shardproof.environments.protocol import Answer, Failure, Opening, Reply
+from shardproof.errors import fail
+from shardproof.rl.conversations.conversation import Conversation, Rules
+from shardproof.rl.data import Prompt
+from shardproof.rl.templates import panics_as_errors
+from shardproof.rollout.engine import Engine, Request, Sampling, answers, forget
+from shardproof.rollout.token_ledger import TokenLedger
+from shardproof.rollout.trajectory import Trajectory
+from shardproof.user_code import describe_error
+
+_KINDS: dict[str, type[Opening] | type[Reply] | type[Failure]] = {
+    "opening": Opening,
+    "reply": Reply,
+    "failure": Failure,
+}
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a conversation begins with: a prompt, its place in the batch, and its seeds."""
+
+    prompt: Prompt
+    group: int
+    sample: int
+    seed: int  # of the policy's draws
+    environment_seed: int  # the same for all conversations of a group, so that they begin alike
+
+
+class Conversations:
+    """What a run's conversations have in common: the environment's workers on this rank, and the rules.
+
+    Of ranks that share sequences, the first one's workers answer for all: environments need not be deterministic.
+    """
+
+    def __init__(self, pool: EnvironmentPool, rules: Rules, stops: bool = False, sequence_parallel: int = 1):
+        self.pool, self.rules = pool, rules
+        self.stops = stops  # at the first failure
+        self.leader = dist.get_rank() - dist.get_rank() % sequence_parallel
+        self.is_shared = sequence_parallel > 1
+        self.waited_s = 0.0  # for replies, so far
+        self.keys = itertools.count()  # of conversations in the pool
+
+    def close(self) -> None:
+        """End the workers."""
+        self.pool.close()
+
+    def run(
+        self,
+        engine: Engine,
+        starts: Sequence[Start],
+        sampling: Sampling,
+        ledger: TokenLedger | None = None,
+    ) -> Iterator[list[tuple[int, Trajectory]]]:
+        """(place in `starts`, trajectory) of the conversations that are over, as they come; `ledger` gets every turn.
+
+        Collective: every rank.
+        """
+        batch = _Batch(self, engine, sampling.max_new_tokens, starts)
+        try:
+            batch.open()
+            while True:
+                over, num_going = batch.settle()
+                yield over
+                if not num_going:
+                    return
+                places = list(batch.going)
+                requests = [
+                    Request(c.current, c.draw_seed, continues=c.number + 1 < self.rules.max_turns)
+                    for c in batch.going.values()
+                ]
+                for ready in answers(engine, requests, sampling, ledger):
+                    for k, trajectory in ready:
+                        batch.take(places[k], trajectory)
+        finally:
+            forget(engine)
+            batch.release(batch.going)
+
+
+class _Batch:
+    """The conversations of one batch on this rank; those in `going` are not over."""
+
+    def __init__(self, common: Conversations, engine: Engine, max_new_tokens: int, starts: Sequence[Start]):
+        self._common, self._engine, self._max_new_tokens = common, engine, max_new_tokens
+        self._pool = common.pool if common.leader == dist.get_rank() else None
+        self._starts = starts
+        self.going = {place: _begun(start, common.rules) for place, start in enumerate(starts)}
+        self._keys = {place: next(common.keys) for place in self.going}
+        self._broken: dict[int, str] = {}  # turns that cannot be read, and why
+
+    def open(self) -> None:
+        """Ask the environment for every conversation's beginning."""
+        if self._pool is not None:
+            for place, start in enumerate(self._starts):
+                self._pool.open(self._keys[place], start.prompt.row, start.environment_seed)
+
+    def take(self, place: int, trajectory: Trajectory) -> None:
+        """Take a turn of the policy, and ask the environment for its reply."""
+        conversation = self.going[place]
+        try:
+            with panics_as_errors():
+                turn = conversation.take(trajectory, self._max_new_tokens)
+            if self._pool is not None:
+                self._pool.step(self._keys[place], turn)
+        except Exception as error:  # of a tokenizer or template, which are made of untrusted files
+            self._broken[place] = (
+                f"{conversation.place}: the policy's turn cannot be read: {describe_error(error)}"
+            )
+
+    def settle(self) -> tuple[list[tuple[int, Trajectory]], int]:
+        """([(place, trajectory)] of what is over now, how many conversations of all ranks go on), once all replies came.
+
+        Collective: every rank.
+        """
+        found = self._answers()
+        with together("rollout") as message:
+            for place, conversation in self.going.items():
+                answer, conversation.seconds = found[place]
+                self._apply(conversation, answer)
+                if conversation.ended == "failed" and self._common.stops:
+                    raise fail("R509", "rollout", f"{_name(self._starts[place])}: {conversation.error}.")
+            over = {place: c for place, c in self.going.items() if c.ended}
+            results = [(place, conversation.result()) for place, conversation in over.items()]
+            self.release(over)
+            self.going = {place: c for place, c in self.going.items() if not c.ended}
+            message.mine = len(self.going)
+        return results, sum(message.rows)
+
+    def release(self, places: Iterable[int]) -> None:
+        """Let the environment give up what these conversations hold."""
+        if self._pool is not None:
+            for place in places:
+                self._pool.release(self._keys[place])
+
+    def _answers(self) -> dict[int, tuple[Answer, float]]:
+        """The environment's answer to every conversation that goes on, and its time so far. Collective: every rank."""
+        started = time.perf_counter()
+        found: dict[int, tuple[Answer, float]] = {}
+        with together("rollout") as message:
+            if self._pool is not None:
+                places = {self._keys[place]: place for place in self.going}
+                for key, answer in self._pool.answers():
+                    found[places[key]] = answer, self._pool.seconds(key)
+                if self._common.is_shared:
+                    message.mine = [[place, *_to_json(answer), s] for place, (answer, s) in found.items()]
+        if self._common.is_shared:
+            rows = message.rows[self._common.leader] or []
+            found = {place: (_from_json(kind, given), s) for place, kind, given, s in rows}
+        for place, error in self._broken.items():
+            found[place] = Failure(error), self.going[place].seconds
+        self._broken.clear()
+        self._common.waited_s += time.perf_counter() - started
+        return found
+
+    def _apply(self, conversation: Conversation, answer: Answer) -> None:
+        """Take one answer; what cannot become tokens ends its conversation, and no other."""
+        version = self._engine.version
+        if isinstance(answer, Failure):
+            conversation.fail(answer, version)
+            return
+        try:
+            with panics_as_errors():
+                if isinstance(answer, Opening):
+                    conversation.begin(answer, self._max_new_tokens)
+                else:
+                    conversation.answer(answer, self._max_new_tokens)
+        except (
+            Exception
+        ) as error:  # a template that rejects messages, or an environment's values that make no sense
+            conversation.fail(Failure(f"{conversation.place}: {describe_error(error)}"), version)
+
+
+def _begun(start: Start, rules: Rules) -> Conversation:
+    prompt = start.prompt
+    tokens = prompt.tokens if len(prompt.tokens) > 1 else rules.filler
+    return Conversation(prompt, start.seed, Trajectory.of_prompt(tokens, start.group, start.sample), rules)
+
+
+def _name(start: Start) -> str:
+    return f"the conversation about prompt {start.group}, sample {start.sample}"
+
+
+def _to_json(answer: Answer) -> tuple[str, dict[str, Any]]:
+    kind = next(kind for kind, made in _KINDS.items() if isinstance(answer, made))
+    return kind, asdict(answer)
+
+
+def _from_json(kind: str, given: Mapping[str, Any]) -> Answer:
+    return _KINDS[kind](**given)
