@@ -22,6 +22,7 @@ def test_a_run_ends_with_a_page_of_its_proofs(tab, tmp_path):
         "Load · policy": "✓ all 2 passed",
         "Load · reference": "✓ all 2 passed",
         "Weight sync · policy": "✓ all 4 passed",
+        "Trained tokens · policy": "✓ all 3 passed",
         "Checkpoint · policy": "✓ all 2 passed",
         "Export · policy": "✓ passed",
     }

@@ -37,6 +37,7 @@ def test_every_hand_over_of_a_run_has_its_line(tmp_path):
         ("load", "reference"): 2,
         ("load", "critic"): 2,
         ("sync", "policy"): 3,
+        ("tokens", "policy"): 2,
         ("checkpoint", "policy"): 2,
         ("checkpoint", "critic"): 2,
         ("export", "policy"): 1,
@@ -58,6 +59,61 @@ def test_a_resumed_run_notes_what_it_read(tmp_path):
     run_ranks(2, run_recipe, small_recipe(tmp_path, "train.steps=2", *overrides))
     assert [proof["step"] for proof in proofs_of(tmp_path) if proof["proof"] == "resume"] == [1]
     assert facts_of(tmp_path)["step"] == 2
+
+
+def test_every_step_proves_its_tokens_and_some_have_a_line(tmp_path):
+    overrides = ["train.steps=5", "output.eval_every=3", "output.save_model=false"]
+    run_ranks(2, run_recipe, small_recipe(tmp_path, *overrides))
+    proofs = [proof for proof in proofs_of(tmp_path) if proof["proof"] == "tokens"]
+    assert [proof["step"] for proof in proofs] == [1, 3, 5] and all(proof["passed"] for proof in proofs)
+    steps = [line["metrics"] for line in lines(tmp_path / "metrics.jsonl") if line["step"]]
+    assert all(step["ledger/tokens"] == pytest.approx(24 * step["completion/length"]) for step in steps)
+    details = proofs[0]["details"]
+    assert details == {
+        "tokens": steps[0]["ledger/tokens"],
+        "trained": steps[0]["ledger/tokens"],
+        "turns": 24,
+        "conversations": 24,
+    }
+    text = (
+        f"{details['tokens']} sampled tokens of 24 turns in 24 conversations are as the engine returned them"
+    )
+    assert text in proofs[0]["text"]
+
+
+def run_with_a_changed_token(recipe: str) -> tuple[str, list[str]]:
+    """A run in which, on rank 1, somebody writes into the second step's batch before it is trained on."""
+    from shardproof.rl import loop
+
+    collect, updated = loop.collect, []
+    update = loop.update
+
+    def changed(*given: Any, step: int, **settings: Any) -> Any:
+        experience = collect(*given, step=step, **settings)
+        if step == 1 and torch.distributed.get_rank() == 1:
+            experience.batch.sequences[2][-1] += 1
+        return experience
+
+    def counted(*given: Any, **settings: Any) -> Any:
+        updated.append("update")
+        return update(*given, **settings)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "collect", changed)
+        patch.setattr(loop, "update", counted)
+        return caught(recipe), updated
+
+
+@pytest.mark.fault
+def test_a_token_that_was_not_sampled_stops_every_rank_before_the_update(tmp_path):
+    first, second = run_ranks(2, run_with_a_changed_token, small_recipe(tmp_path, "train.steps=3"))
+    assert first == second and first[1] == ["update"]
+    assert first[0].startswith("R507 attest: rank 1: trajectory 2 of prompt 1, turn 1, token ")
+    assert "the batch has " in first[0] and "the engine sampled " in first[0]
+    *_, failed = proofs_of(tmp_path)
+    assert (failed["proof"], failed["passed"], failed["step"]) == ("tokens", False, 2)
+    assert [finding["code"] for finding in failed["findings"]] == ["R507"]
+    assert "R507" in (tmp_path / "report.html").read_text()
 
 
 def run_with_a_wrong_canary(recipe: str) -> str:

@@ -11,6 +11,7 @@ from shardproof.report.read import Run
 # Groups in the order of the page. A metric belongs to the first group that has its name or its first part.
 GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Reward and completions", ("reward", "completion", "prompts")),
+    ("Environment", ("environment",)),
     ("Evaluation", ("eval",)),
     (
         "Optimisation",
@@ -27,7 +28,7 @@ GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "skipped",
         ),
     ),
-    ("Engine match", ("canary", "mismatch", "ratio", "nucleus", "version", "lag")),
+    ("Engine match", ("canary", "mismatch", "ratio", "nucleus", "version", "lag", "ledger")),
     ("Time", ("tokens_per_s", "time")),
     ("Memory", ("memory",)),
 )

@@ -32,6 +32,7 @@ const plural = (number, word) => `${number.toLocaleString("en")} ${word}${number
 const state = {
   smooth: 0, log: false, logs: new Set(), x: "step", search: "", zoom: null, hover: null,
   open: new Map(), pages: new Map(), failedOnly: new Set(), sampleStep: null, sampleView: "step",
+  sampleFilter: { text: "", author: "", ended: "", reward: "", failed: false },
 };
 
 // A <details> that is open or closed as the reader left it; what is inside is built when it is first opened.

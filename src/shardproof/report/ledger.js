@@ -22,7 +22,7 @@ function groupTitle(group) {
 function groupFacts(group) {
   const facts = [];
   if (group.ranks > 1) facts.push(plural(group.ranks, "rank"));
-  if (group.proof === "sync" || group.proof === "checkpoint" || group.num > Math.max(1, group.ranks)) facts.push(plural(group.num, { sync: "sync", checkpoint: "checkpoint", export: "export", load: "receipt" }[group.proof] || "proof"));
+  if (group.proof === "sync" || group.proof === "checkpoint" || group.num > Math.max(1, group.ranks)) facts.push(plural(group.num, { sync: "sync", checkpoint: "checkpoint", export: "export", load: "receipt", tokens: "step" }[group.proof] || "proof"));
   if (Number.isFinite(group.worst_gap)) facts.push(`worst canary gap ${format(group.worst_gap)}` + (Number.isFinite(group.tolerance) ? `, allowed ${format(group.tolerance)}` : ""));
   if (group.last !== null && group.last !== undefined) facts.push(group.num > Math.max(1, group.ranks) ? `last at step ${group.last}` : `step ${group.last}`);
   return facts.join(" · ");

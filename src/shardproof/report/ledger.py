@@ -1,4 +1,4 @@
-"""The proof ledger: every load, sync, checkpoint and export of a run, whether it was proved, and what was compared."""
+"""The proof ledger: each load, sync, trained batch, checkpoint and export of a run, and what was compared."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ PROOFS = {
     "load": "Load",
     "resume": "Resume",
     "sync": "Weight sync",
+    "tokens": "Trained tokens",
     "checkpoint": "Checkpoint",
     "export": "Export",
     "receipt": "Receipt",
@@ -19,6 +20,7 @@ PROOFS = {
 ALERTS = {
     "finding": ("bad", "Findings"),
     "reward": ("warn", "Reward errors"),
+    "environment": ("warn", "Environment errors"),
     "skip": ("warn", "Skipped steps"),
     "report": ("warn", "Report"),
     "publish": ("warn", "Upload"),
@@ -59,7 +61,7 @@ def ledger_of(events: Sequence[Record]) -> dict[str, Any]:
 
 
 def alerts_of(events: Sequence[Record], earlier: Sequence[Record] = ()) -> list[dict[str, Any]]:
-    """What a reader must see first: failed proofs, findings, reward errors and skipped steps, the worst first.
+    """What a reader must see first: failed proofs, findings, errors of rewards and environments, skipped steps, the worst first.
 
     A run that failed and resumed has taken the steps again: what failed in them is in `earlier`, and must stay in sight.
     """

@@ -21,8 +21,8 @@ from shardproof.report.samples import samples_of
 from shardproof.report.summary import differing_settings, facts_of, header_of, numbers_of, time_split
 
 PAGE_NAME = "report.html"
-_SCRIPTS = ("dom.js", "charts.js", "ledger.js", "samples.js", "page.js")
-_STYLES = ("page.css",)
+_SCRIPTS = ("dom.js", "charts.js", "ledger.js", "conversations.js", "samples.js", "page.js")
+_STYLES = ("page.css", "conversations.css")
 
 
 def write_report(run_folder: Path) -> Path:

@@ -11,6 +11,9 @@ from shardproof.report.read import Record, finite, step_of
 MAX_STEPS = 200  # that the slider offers
 MAX_CHARACTERS = 1_500_000  # of all samples together
 MAX_TEXT = 4000  # of one prompt or completion
+MAX_PART = 2000  # of one segment, call or answer of a conversation
+MAX_SEGMENTS = 150  # of one conversation
+MAX_CALLS = 16  # of one turn
 
 
 def samples_of(samples: Sequence[Record]) -> dict[str, Any]:
@@ -41,6 +44,10 @@ def _spread(steps: Sequence[int], num: int) -> list[int]:
 
 
 def _size(sample: Record) -> int:
+    """About how many characters a sample takes in the page."""
+    segments = _dicts(sample.get("segments"), MAX_SEGMENTS)
+    if segments:
+        return 100 + sum(100 + min(MAX_PART, len(str(segment.get("text", "")))) for segment in segments)
     return sum(min(MAX_TEXT, len(str(sample.get(key, "")))) for key in ("prompt", "completion")) + 100
 
 
@@ -64,9 +71,50 @@ def _groups(rows: Sequence[Record]) -> list[dict[str, Any]]:
 def _sample(row: Record) -> dict[str, Any]:
     parts = row.get("rewards")
     named = parts.items() if isinstance(parts, dict) else ()
-    return {
+    sample = {
         "completion": cut(row.get("completion", ""), MAX_TEXT),
         "reward": finite(row.get("reward")),
         "parts": [[cut(name, 100), finite(value)] for name, value in list(named)[:20]],
         "advantage": finite(row.get("advantage")),
     }
+    segments = _dicts(row.get("segments"))
+    if segments:
+        sample |= {
+            "completion": "",  # the segments say it
+            "ended": cut(row.get("ended", ""), 100),
+            "error": cut(row.get("error", ""), MAX_PART),
+            "segments": [_segment(segment) for segment in segments[:MAX_SEGMENTS]],
+            "left_out": max(0, len(segments) - MAX_SEGMENTS),
+        }
+    return sample
+
+
+def _segment(row: Record) -> dict[str, Any]:
+    """A segment with what is known of it; what is missing is left out."""
+    malformed = row.get("malformed")
+    found = {
+        "author": cut(row.get("author", ""), 40),
+        "text": cut(row.get("text", ""), MAX_PART),
+        "trained": row.get("trained") is True,
+        **{
+            key: finite(row.get(key))
+            for key in ("tokens", "turn", "sequence", "version", "reward", "advantage")
+        },
+        "calls": [
+            {
+                "name": cut(call.get("name", ""), 200),
+                "arguments": cut(call.get("arguments", ""), MAX_PART),
+                "answer": cut(call["answer"], MAX_PART) if "answer" in call else None,
+                "failed": call.get("failed") is True,
+            }
+            for call in _dicts(row.get("calls"), MAX_CALLS)
+        ],
+        "malformed": [cut(why, MAX_PART) for why in malformed[:MAX_CALLS]]
+        if isinstance(malformed, list)
+        else [],
+    }
+    return {key: value for key, value in found.items() if value not in (None, [])}
+
+
+def _dicts(rows: Any, limit: int | None = None) -> list[Record]:
+    return [row for row in rows[:limit] if isinstance(row, dict)] if isinstance(rows, list) else []

@@ -73,13 +73,15 @@ def time_split(run: Run) -> list[dict[str, Any]]:
     """Where the seconds of a run went: the parts of a step in their order, then what stands between steps."""
     total = {
         name: sum(value for _, value in _points(run, f"time/{name}"))
-        for name in ("step", "rollout", "reward", "update", "sync", "evaluation")
+        for name in ("step", "rollout", "environment", "reward", "update", "sync", "evaluation")
     }
     if not total["step"]:
         return []
-    inside = max(0.0, total["rollout"] - total["reward"])  # waiting for rewards is part of a rollout's time
+    # Waiting for environments and rewards is part of a rollout's time.
+    inside = max(0.0, total["rollout"] - total["environment"] - total["reward"])
     parts = [
         ("Rollout", inside),
+        ("Waiting for the environment", total["environment"]),
         ("Waiting for rewards", total["reward"]),
         ("Update", total["update"]),
         ("Weight sync", total["sync"]),
