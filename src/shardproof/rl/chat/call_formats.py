@@ -3,27 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from shardproof.environments.protocol import Message, Schema, ToolCall
+from shardproof.environments.protocol import Message, Schema
 from shardproof.errors import choose, fail
 from shardproof.rl.chat.json_calls import (
     Parser,
-    list_parser,
     named_parser,
     read_hermes,
+    read_list,
     read_llama,
     read_mistral,
 )
 from shardproof.rl.chat.reading import Found, Unreadable, call_of
-from shardproof.rl.chat.stand_ins import BEGIN, call_message
-from shardproof.rl.chat.tagged_calls import read_glm, read_harmony, read_python, read_xml
-from shardproof.rl.chat.template import Template, Unrenderable
+from shardproof.rl.chat.stand_ins import BEGIN, STAND_IN, STAND_IN_TOOL, call_message
+from shardproof.rl.chat.tagged_calls import read_glm, read_harmony, read_invoke, read_python, read_xml
+from shardproof.rl.chat.template import Template, Unrenderable, num_same
 
+_TEXT = "kq0text before it. "
 OWN = "response_template"  # the tokenizer's own description of how to read its model
 _DEEPSEEK = ("<\uff5ctool\u2581calls\u2581begin\uff5c>", "<\uff5ctool\u2581calls\u2581end\uff5c>")
+_DSML = "\uff5cDSML\uff5c"
+_LISTS = (
+    ("<tool_calls>", "</tool_calls>"),
+    ("<TOOLCALL>", "</TOOLCALL>"),
+    ("<|tool_call|>", "<|/tool_call|>"),
+    ("<|START_ACTION|>", "<|END_ACTION|>"),
+)
 _KIMI = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
 
 # In the order in which they are tried. The marks are special tokens in some tokenizers, and stay in a turn's text.
@@ -53,11 +61,11 @@ FORMATS: dict[str, tuple[Parser, tuple[str, ...]]] = {
         named_parser("<|tool_call_begin|>", "<|tool_call_end|>", "<|tool_call_argument_begin|>", _KIMI),
         (*_KIMI, "<|tool_call_begin|>", "<|tool_call_end|>", "<|tool_call_argument_begin|>"),
     ),
-    "granite": (list_parser("<|tool_call|>", ""), ("<|tool_call|>",)),
-    "cohere": (list_parser("<|START_ACTION|>", "<|END_ACTION|>"), ("<|START_ACTION|>", "<|END_ACTION|>")),
+    "list": (partial(read_list, _LISTS), tuple(mark for pair in _LISTS for mark in pair)),
+    "invoke": (read_invoke, ("<minimax:tool_call>", "</minimax:tool_call>", _DSML)),
     "harmony": (
         read_harmony,
-        ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|call|>", "<|return|>"),
+        ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>"),
     ),
     "llama": (read_llama, ("<|python_tag|>",)),
     "pythonic": (
@@ -76,6 +84,8 @@ class CallStyle:
     markers: tuple[str, ...] = ()
     reads_whole: bool = False  # the parser wants the turn with all its special tokens, the last one included
     arguments_as_text: bool | None = False  # how the template takes arguments; None: it writes no calls
+    named: bool = False  # by the recipe
+    takes_text: bool = True  # a call may follow text in a turn
 
 
 def require_known(tool_format: str | None) -> str | None:
@@ -85,28 +95,10 @@ def require_known(tool_format: str | None) -> str | None:
     return choose("rollout", "environment.tool_format", tool_format, [*FORMATS, OWN])
 
 
-STAND_IN = ToolCall("kq0name", {"place": "kq0place", "days": 3})
-STAND_IN_TOOL: Schema = {
-    "type": "function",
-    "function": {
-        "name": "kq0name",
-        "description": "Stands in for a tool.",
-        "parameters": {
-            "type": "object",
-            "properties": {
-                "place": {"type": "string", "description": "A place."},
-                "days": {"type": "integer", "description": "A number."},
-            },
-            "required": ["place", "days"],
-        },
-    },
-}
-
-
 def find_style(template: Template, tool_format: str | None) -> CallStyle:
     """The format that is named, or that reads what the template writes. Raises C001 if there is none."""
     written = _written_call(template)
-    as_text = None if written is None else written[1]
+    as_text = None if written is None else written.as_text
     own = getattr(template.tokenizer, OWN, None)
     if tool_format == OWN and not own:
         message = f"environment.tool_format={OWN!r}, but the tokenizer has no {OWN}."
@@ -116,17 +108,33 @@ def find_style(template: Template, tool_format: str | None) -> CallStyle:
         parse = partial(_read_own, template, _prompt(template))
         styles.insert(0, CallStyle(OWN, parse, reads_whole=True, arguments_as_text=as_text))
     if tool_format is not None:
-        return next(style for style in styles if style.name == tool_format)
+        style = next(style for style in styles if style.name == tool_format)
+        return replace(style, named=True, takes_text=_reads(style, written, _TEXT) is True)
     for style in styles:
-        if written is not None and style.parse(written[0], [STAND_IN_TOOL]).calls in (
-            (STAND_IN,),
-            (ToolCall(STAND_IN.name, STAND_IN.arguments, "call00000"),),
-        ):
-            return style
+        if _reads(style, written):
+            return replace(style, takes_text=_reads(style, written, _TEXT))
     what = "writes no tool calls" if written is None else "writes tool calls in a format that is not known"
     message = f"the chat template {what}, so the policy's calls cannot be read."
     fix = f"set environment.tool_format to how the model writes them: {', '.join(FORMATS)}; or use another model"
     raise fail("C001", "rollout", message, fix=fix)
+
+
+@dataclass(frozen=True)
+class _Written:
+    """The stand-in call as the template writes it: the whole turn, and without the special token that ends it."""
+
+    whole: str
+    text: str
+    as_text: bool  # the template takes arguments as JSON text
+
+
+def _reads(style: CallStyle, written: _Written | None, before: str = "") -> bool:
+    """Whether a format reads back the call that the template wrote, and the text before it."""
+    if written is None:
+        return False
+    found = style.parse(before + (written.whole if style.reads_whole else written.text), [STAND_IN_TOOL])
+    calls = [(call.name, call.arguments) for call in found.calls]
+    return calls == [(STAND_IN.name, STAND_IN.arguments)] and before.strip() in found.content
 
 
 def _prompt(template: Template) -> str:
@@ -136,9 +144,8 @@ def _prompt(template: Template) -> str:
         return ""
 
 
-def _written_call(template: Template) -> tuple[str, bool] | None:
-    """A call as the template writes it, with what is around it in the turn, and whether it takes arguments as text."""
-    prompt = _prompt(template)
+def _written_call(template: Template) -> _Written | None:
+    marks = {mark for _, markers in FORMATS.values() for mark in markers}
     for as_text in (False, True):
         turn = call_message([STAND_IN], as_text)
         for tools in ([STAND_IN_TOOL], None):
@@ -147,21 +154,16 @@ def _written_call(template: Template) -> tuple[str, bool] | None:
                 begin = template.render([BEGIN], tools)
             except Unrenderable:
                 continue
-            # Python's own way of writing an object: the template wants text.
-            if "'kq0place'" in text or "kq0place" not in text:
+            place = str(STAND_IN.arguments["place"])
+            # In single quotes: the template wrote an object as Python does, and wants text.
+            if place not in text or f"'{place}'" in text:
                 continue
-            said = text[len(begin) :] if text.startswith(begin) else text[text.rfind("kq0begin") :]
-            return _without_end(template, said, prompt), as_text
+            # Some templates write the beginning of a turn differently once it is there.
+            same = num_same(text, begin)
+            if same < len(begin):
+                same = max(text.rfind(mark, 0, same) for mark in (">", "]", "\n")) + 1
+            return _Written(text[same:], template.without_end(text[same:], marks), as_text)
     return None
-
-
-def _without_end(template: Template, said: str, prompt: str) -> str:
-    """A rendered turn without the special token that ends it."""
-    stripped = said.rstrip()
-    ends = [special for special in template.special_tokens.values() if stripped.endswith(special)]
-    marks = {mark for _, markers in FORMATS.values() for mark in markers}
-    ends = [end for end in ends if end not in marks]
-    return stripped.removesuffix(max(ends, key=len)) if ends else said
 
 
 def _read_own(template: Template, prompt: str, text: str, tools: Sequence[Schema]) -> Found:

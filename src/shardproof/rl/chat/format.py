@@ -9,11 +9,11 @@ from itertools import groupby
 from typing import Any
 
 from shardproof.environments.protocol import Message, Schema, Turn
-from shardproof.errors import fail
-from shardproof.rl.chat.call_formats import CallStyle, find_style, require_known
+from shardproof.errors import ConfigError, fail
+from shardproof.rl.chat.call_formats import FORMATS, CallStyle, find_style, require_known
 from shardproof.rl.chat.probe import Rewrite, find_rewrites
-from shardproof.rl.chat.stand_ins import TURN, Scaffold, build_scaffold, call_message
-from shardproof.rl.chat.template import Span, Template, Unrenderable, clean
+from shardproof.rl.chat.stand_ins import BEGIN, STAND_IN_TOOL, TURN, Scaffold, build_scaffold, call_message
+from shardproof.rl.chat.template import Endless, Span, Template, Unrenderable, clean
 from shardproof.rl.chat.thoughts import ThoughtStyle, find_thoughts
 from shardproof.rollout.trajectory import Author, Segment
 
@@ -46,7 +46,11 @@ class ChatFormat:
     def thoughts(self) -> ThoughtStyle:
         """How the model writes thoughts."""
         if self._thoughts is None:
-            self._thoughts = find_thoughts(self.template)
+            style = self._style
+            tools = None if style is None else [STAND_IN_TOOL]
+            self._thoughts = find_thoughts(
+                self.template, tools, None if style is None else style.arguments_as_text
+            )
         return self._thoughts
 
     def probe(self, roles: Sequence[str], has_tools: bool) -> list[Rewrite]:
@@ -54,7 +58,15 @@ class ChatFormat:
 
         Raises C001 if the template refuses or leaves out messages of these roles, tools or tool calls.
         """
-        return find_rewrites(self.template, self.message, roles, self.calls if has_tools else None)
+        try:
+            # A template that does not even take a question is not asked further.
+            self.template.render([BEGIN], [STAND_IN_TOOL] if has_tools else None)
+            calls = self.calls if has_tools else None
+            return find_rewrites(self.template, self.message, roles, calls, self.thoughts)
+        except (Endless, Unrenderable) as error:
+            raise fail(
+                "C001", "rollout", f"{error}.", fix="use a model with another chat template"
+            ) from error
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Schema] | None = None) -> list[Segment]:
         """A whole conversation up to the policy's turn, as one segment."""
@@ -79,7 +91,7 @@ class ChatFormat:
         authors: list[Author] = ["environment"] * len(tokens)
         if spans is not None and contents is not None:
             authors = [_author(span, contents) for span in spans]
-        begin = scaffold.num_sampled(ended_with, tuple(self.template.special_tokens))
+        begin = scaffold.num_sampled(ended_with, tokens, self.template.special_tokens)
         pairs = list(zip(authors, tokens))[begin:]
         return [
             Segment(tuple(token for _, token in run), author)
@@ -101,17 +113,25 @@ class ChatFormat:
         """
         said = tokens[:-1] if finished else tokens
         style = self.calls if tools else None
-        text = self._text(said, style.markers if style else ())
-        readable = self._text(said, (*(style.markers if style else ()), *self.thoughts.markers))
+        marks = style.markers if style is not None else ()
+        text = self._text(said, marks)
+        readable = self._text(said, (*marks, *self.thoughts.markers), text)
         thought, rest = self.thoughts.split(readable)
         turn = Turn(text, rest, thought, number=number, finished=finished, last=last)
-        if style is None:
-            return turn if thought else replace(turn, content=text)
-        whole = self.template.decode(tokens, special=True) if style.reads_whole else rest
-        found = style.parse(whole, tools or ())
-        thought = found.thought or thought
+        if style is not None:
+            whole = self.template.decode(tokens, special=True) if style.reads_whole else rest
+            found = style.parse(whole, tools or ())
+        elif self.thoughts.in_channels:
+            parse, marks = FORMATS["harmony"]
+            found = replace(parse(self._text(said, marks), ()), calls=(), malformed=())
+        else:
+            return turn if rest != readable else replace(turn, content=text)
         return replace(
-            turn, content=found.content, thought=thought, calls=found.calls, malformed=found.malformed
+            turn,
+            content=found.content,
+            thought=found.thought or thought,
+            calls=found.calls,
+            malformed=found.malformed,
         )
 
     def message(self, turn: Turn) -> Message:
@@ -125,23 +145,35 @@ class ChatFormat:
             return self.thoughts.add({"role": "assistant", "content": rest}, turn.thought)
         return {"role": "assistant", "content": self.thoughts.opened + turn.text}
 
-    def _text(self, tokens: Sequence[int], markers: Sequence[str]) -> str:
+    def _text(self, tokens: Sequence[int], markers: Sequence[str], without: str | None = None) -> str:
+        """The text of tokens, with these special tokens and no others; `without`: what it is without any of them."""
         special = self.template.special_tokens
         if not any(special.get(token) in markers for token in tokens):
-            return self.template.decode(tokens, special=False)
+            return self.template.decode(tokens, special=False) if without is None else without
         kept = [token for token in tokens if token not in special or special[token] in markers]
         return self.template.decode(kept, special=True)
 
     def _scaffold(self, messages: Sequence[Message], tools: Sequence[Schema]) -> Scaffold:
         fields = [{key: value for key, value in m.items() if key != "content"} for m in messages]
-        names = [tool.get("function", tool).get("name") for tool in tools]
-        key = json.dumps([fields, names], sort_keys=True, default=str)
+        key = json.dumps([fields, tools], default=str)
         if key not in self._scaffolds:
             if len(self._scaffolds) >= _KEPT_SCAFFOLDS:
                 self._scaffolds.pop(next(iter(self._scaffolds)))
-            as_text = self.calls.arguments_as_text if messages[0].get("role") == "tool" else None
-            self._scaffolds[key] = build_scaffold(self.template, messages, tools, as_text)
+            style = self._style_if_any() if messages[0].get("role") == "tool" else None
+            if style is None:
+                self._scaffolds[key] = build_scaffold(self.template, messages, tools)
+            else:
+                self._scaffolds[key] = build_scaffold(
+                    self.template, messages, tools, style.arguments_as_text, style.markers
+                )
         return self._scaffolds[key]
+
+    def _style_if_any(self) -> CallStyle | None:
+        """How calls are written; None: in no known way, and an environment without tools may not care."""
+        try:
+            return self.calls
+        except ConfigError:
+            return None
 
     def _encode_tail(self, tail: str) -> tuple[list[int], list[Span] | None]:
         """The tail's tokens as they are behind other text: a tokenizer may begin a text of its own differently."""

@@ -114,25 +114,28 @@ def _mistral_calls(part: str) -> Sequence[ToolCall]:
     return [make_call(name, read_whole_json(stripped[stripped.index("{") :]), call_id.strip())]
 
 
-def list_parser(opener: str, closer: str) -> Parser:
-    """A parser of calls that are one JSON list behind a mark, with or without a mark that closes it."""
-
-    def parse(text: str, tools: Sequence[Schema]) -> Found:
-        before, found, said = text.partition(opener)
-        if not found:
-            return Found(text)
-        reader = CallReader()
-        reader.text(before)
-
-        def calls() -> Sequence[ToolCall]:
-            value, end = read_json(said)
-            reader.text(said[end:].replace(closer, "", 1) if closer else said[end:])
-            return [call_of(each) for each in (value if isinstance(value, list) else [value])]
-
-        reader.read(calls)
-        return reader.found()
-
-    return parse
+def read_list(pairs: Sequence[tuple[str, str]], text: str, tools: Sequence[Schema]) -> Found:
+    """[{"name": ..., "arguments": {...}}, ...] between two marks, or objects one after the other; the last may be missing."""
+    present = [(text.find(opener), opener, closer) for opener, closer in pairs if opener in text]
+    if not present:
+        return Found(text)
+    begin, opener, closer = min(present)
+    reader = CallReader()
+    reader.text(text[:begin])
+    place = begin + len(opener)
+    while not reader.is_full:
+        place = skip_space(text, place)
+        if place == len(text) or text.startswith(closer, place):
+            reader.text(text[place + len(closer) :])
+            break
+        try:
+            value, place = read_json(text, place)
+        except Unreadable as error:
+            reader.wrong(str(error))
+            break
+        values = value if isinstance(value, list) else [value]
+        reader.read(lambda values=values: [call_of(each) for each in values])  # type: ignore[misc]
+    return reader.found()
 
 
 def named_parser(begin: str, end: str, between: str, section: tuple[str, str]) -> Parser:

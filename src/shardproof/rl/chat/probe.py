@@ -6,21 +6,25 @@ and what it said must be there whole.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from difflib import SequenceMatcher
 from itertools import product
 
 from shardproof.environments.protocol import Message, Schema, ToolCall, Turn
 from shardproof.errors import fail
-from shardproof.rl.chat.call_formats import STAND_IN_TOOL, CallStyle
-from shardproof.rl.chat.template import Template, Unrenderable
+from shardproof.rl.chat.call_formats import CallStyle
+from shardproof.rl.chat.stand_ins import STAND_IN_TOOL
+from shardproof.rl.chat.template import Template, Unrenderable, num_same
+from shardproof.rl.chat.thoughts import ThoughtStyle
 
 _SYSTEM: Message = {"role": "system", "content": "Be brief."}
 _QUESTION: Message = {"role": "user", "content": "How is the weather?"}
-_THOUGHT, _ANSWER = "let me think about {}", "answer number {}"
-_SHOWN = 40  # characters of what is dropped or changed
-_FIX = "use another chat template or model, or an environment with other roles"
+_TOOL = str(STAND_IN_TOOL["function"]["name"])
+_TURNS = "the policy's earlier turns"
+_SHOWN = 40  # characters of what is dropped or added
+_ALIKE = 14  # characters: changes that begin so are one kind
+_SAME = 12  # characters that are the same again: a change ends there
 
 
 @dataclass(frozen=True)
@@ -28,8 +32,8 @@ class Rewrite:
     """One way in which the template changes what came before."""
 
     after: str  # the role of the message that makes it do so
-    where: str  # what it changes: "the policy's earlier turns" or "the prompt"
-    change: str  # how, in words
+    where: str  # "the policy's earlier turns" or "earlier messages"
+    change: str  # what it does, in words
 
     def __str__(self) -> str:
         return (
@@ -38,14 +42,16 @@ class Rewrite:
 
 
 @dataclass(frozen=True)
-class _Said:
-    """A turn of the policy in a probe, and the texts that must stay in it."""
+class _Exchange:
+    """A turn of the policy in a probe, the texts that must stay in it, and the reply."""
 
-    message: Message
+    said: Message
     parts: tuple[str, ...]
+    reply: list[Message]
 
-
-Exchange = tuple[_Said, str, list[Message]]  # a turn, the role that decides, and the reply
+    @property
+    def role(self) -> str:
+        return str(self.reply[-1]["role"])
 
 
 def find_rewrites(
@@ -53,122 +59,150 @@ def find_rewrites(
     message_of: Callable[[Turn], Message],
     roles: Sequence[str],
     calls: CallStyle | None,
+    thoughts: ThoughtStyle,
 ) -> list[Rewrite]:
     """How the template rewrites earlier text, once for each role and kind of change; [] if it is prefix-stable.
 
     `calls` says how the policy calls tools; None: it has none. Raises C001 if the template refuses or leaves out what
     the environment needs.
     """
-    tools = [STAND_IN_TOOL] if calls is not None else None
-    if tools and STAND_IN_TOOL["function"]["name"] not in _require(template, [_QUESTION], tools, "tools"):
+    tools = None if calls is None else [STAND_IN_TOOL]
+    if calls is not None and not calls.named and _TOOL not in template.render([_QUESTION], tools):
         message = "the chat template does not tell the model about tools."
-        raise fail("C001", "rollout", message, fix="use a model whose chat template knows tools")
-    found: dict[tuple[str, str, str], Rewrite] = {}
-    rendered = dict.fromkeys(roles, False)
+        fix = "use a model whose chat template knows tools, or describe them in your prompts and set environment.tool_format"
+        raise fail("C001", "rollout", message, fix=fix)
+    marks = () if calls is None else calls.markers
+    found: dict[tuple[str, ...], Rewrite] = {}
     errors: dict[str, str] = {}
-    for opening, exchanges in _conversations(message_of, roles, calls):
+    rendered: set[str] = set()
+    exchanges = [list(_exchanges(message_of, roles, calls, thoughts, number)) for number in (1, 2)]
+    for opening, (first, second) in product(([_QUESTION], [_SYSTEM, _QUESTION]), list(product(*exchanges))):
         try:
-            rewrites = list(_rewrites(template, opening, exchanges, tools))
+            rewrites = list(_rewrites(template, opening, (first, second), tools, marks))
         except Unrenderable as error:
-            for _, role, _ in exchanges:
-                errors.setdefault(role, str(error))
+            for exchange in (first, second):
+                errors.setdefault(exchange.role, str(error))
             continue
-        for _, role, _ in exchanges:
-            rendered[role] = True
+        rendered |= {first.role, second.role}
         for rewrite in rewrites:
-            found.setdefault((rewrite.after, rewrite.where, rewrite.change), rewrite)
+            found.setdefault((rewrite.after, rewrite.where, rewrite.change[:_ALIKE]), rewrite)
     for role in roles:
-        if not rendered[role] and role in errors:
-            message = f'the environment replies with "{role}" messages: {errors[role]}.'
-            raise fail("C001", "rollout", message, fix=_FIX)
+        if role in errors and role not in rendered:
+            message = f'the environment replies with "{role}" messages, and {errors[role]}.'
+            fix = "use another chat template or model, or an environment with other roles"
+            raise fail("C001", "rollout", message, fix=fix)
     return list(found.values())
 
 
-def _require(template: Template, messages: list[Message], tools: list[Schema] | None, what: str) -> str:
-    try:
-        return template.render(messages, tools)
-    except Unrenderable as error:
-        raise fail("C001", "rollout", f"with {what}: {error}.", fix=_FIX) from error
-
-
-def _conversations(
-    message_of: Callable[[Turn], Message], roles: Sequence[str], calls: CallStyle | None
-) -> Iterator[tuple[list[Message], list[Exchange]]]:
-    """Openings, and two exchanges behind each, in every combination of kinds of turns and roles."""
-    first = list(_exchanges(message_of, roles, calls, 1))
-    second = list(_exchanges(message_of, roles, calls, 2))
-    for opening in ([_QUESTION], [_SYSTEM, _QUESTION]):
-        for one, two in product(first, second):
-            yield opening, [one, two]
-
-
 def _exchanges(
-    message_of: Callable[[Turn], Message], roles: Sequence[str], calls: CallStyle | None, number: int
-) -> Iterator[Exchange]:
-    thought, answer = _THOUGHT.format(number), _ANSWER.format(number)
-    for role in roles:
-        for thinks in (False, True):
-            turn = Turn(answer, answer)
-            parts = [answer]
-            if role == "tool":
-                if calls is None:
-                    continue
-                place = f"place number {number}"
-                call = ToolCall(STAND_IN_TOOL["function"]["name"], {"place": place, "days": 3})
-                turn, parts = Turn("", "", calls=(call,)), [place]
-            if thinks:
-                text = f"<think>\n{thought}\n</think>\n\n{turn.text}"
-                turn = Turn(text, turn.content, thought, turn.calls)
-                parts = [thought, *parts]
-            said = _Said(message_of(turn), tuple(parts))
-            yield said, role, [_reply(role, number)]
-            if role == "tool" and not thinks and "user" in roles:
-                yield said, "user", [_reply("tool", number), _reply("user", number)]
+    message_of: Callable[[Turn], Message],
+    roles: Sequence[str],
+    calls: CallStyle | None,
+    thoughts: ThoughtStyle,
+    number: int,
+) -> Iterator[_Exchange]:
+    """Turns of every kind that the model may write, with replies of every role that may follow."""
+    thought, answer, place = (f"{what} number {number}" for what in ("thought", "answer", "place"))
+    call = ToolCall(_TOOL, {"place": place, "days": 3})
+    turns = [Turn(answer, answer)]
+    if calls is not None:
+        turns.append(Turn(place, calls=(call,)))
+        turns += [Turn(f"{answer}\n{place}", answer, calls=(call,))] if calls.takes_text else []
+    if thoughts.known and not thoughts.closed:
+        thoughtful = [
+            Turn(f"<think>\n{thought}\n</think>\n\n{turn.text}", turn.content, thought, turn.calls)
+            for turn in turns
+        ]
+        # Where the prompt opens the thought, there is one in every turn.
+        turns = thoughtful if thoughts.opened else turns + thoughtful
+    for turn, role in product(turns, roles):
+        parts = [thought] * bool(turn.thought) + [answer] * bool(turn.content) + [place] * bool(turn.calls)
+        said = message_of(turn)
+        # Only a call is answered by a tool; without any, its answers are the only replies.
+        if bool(turn.calls) == (role == "tool") or calls is None:
+            yield _Exchange(said, tuple(parts), [_reply(role, number)])
+        elif turn.calls and "tool" in roles:
+            yield _Exchange(said, tuple(parts), [_reply("tool", number), _reply(role, number)])
 
 
 def _reply(role: str, number: int) -> Message:
     content = f"{role} message number {number}"
     if role != "tool":
         return {"role": role, "content": content}
-    name = STAND_IN_TOOL["function"]["name"]
-    return {"role": role, "name": name, "tool_call_id": "call00000", "content": content}
+    return {"role": role, "name": _TOOL, "tool_call_id": "call00000", "content": content}
 
 
 def _rewrites(
-    template: Template, opening: list[Message], exchanges: list[Exchange], tools: list[Schema] | None
+    template: Template,
+    opening: list[Message],
+    exchanges: Sequence[_Exchange],
+    tools: list[Schema] | None,
+    marks: Sequence[str],
 ) -> Iterator[Rewrite]:
     messages = list(opening)
-    before = template.render(messages, tools)
-    begin = len(before)
-    for said, role, reply in exchanges:
-        messages.append(said.message)
+    read = template.render(messages, tools)
+    turns: list[tuple[int, int]] = []  # where the policy's turns are in what it read, with what begins them
+    for exchange in exchanges:
+        begin = read.rfind(messages[-1]["content"]) + len(messages[-1]["content"])
+        messages.append(exchange.said)
         finished = template.render(messages, tools, prompt=False)
-        messages += reply
+        messages += exchange.reply
         after = template.render(messages, tools)
-        for message in reply:
+        for message in exchange.reply:
             if message["content"] not in after:
                 raise Unrenderable(f'the chat template leaves out "{message["role"]}" messages')
-        if not after.startswith(before):
-            where = "the prompt" if not after.startswith(before[:begin]) else "the policy's earlier turns"
-            yield Rewrite(role, where, _change(before, after))
-        elif missing := [part for part in said.parts if part not in after]:
-            whole = finished if missing[0] in finished else before + missing[0]
-            yield Rewrite(role, "the policy's earlier turns", _change(whole, after))
-        before = after
+        turns.append((begin, max(after.find(part) + len(part) for part in exchange.parts)))
+        missing = [part for part in exchange.parts if part not in after]
+        if not after.startswith(read):
+            same, change = _change(read, after)
+            inside = any(a <= same < max(b, len(read)) if a == begin else a <= same < b for a, b in turns)
+            yield Rewrite(exchange.role, _TURNS if inside else "earlier messages", change)
+        elif missing:
+            yield Rewrite(exchange.role, _TURNS, _loss(missing[0], exchange, finished, after))
+        elif closes := _changed_close(template, exchange.parts[-1], finished, after, marks):
+            yield Rewrite(exchange.role, _TURNS, closes)
+        read = after
 
 
-def _change(before: str, after: str) -> str:
-    """The first thing that is different in a longer conversation, in words."""
-    for tag, a, b, c, d in SequenceMatcher(None, before, after, autojunk=False).get_opcodes():
-        if tag == "delete":
-            return f"drops {_excerpt(before[a:b])}"
-        if tag == "insert":
-            return f"adds {_excerpt(after[c:d])}"
-        if tag == "replace":
-            return f"changes {_excerpt(before[a:b])} to {_excerpt(after[c:d])}"
-    return "changes it"
+def _changed_close(
+    template: Template, part: str, finished: str, after: str, marks: Sequence[str]
+) -> str | None:
+    """How the template writes what closes a turn differently, such as the end of a call; None if it does not."""
+    close = template.without_end(finished.rpartition(part)[2], marks)
+    behind = after.rpartition(part)[2]
+    if part not in finished or behind.startswith(close):
+        return None
+    same = num_same(close, behind)
+    return f"writes {_excerpt(part + behind[: same + _SHOWN])} where the turn has {_excerpt(part + close)}"
+
+
+def _loss(part: str, exchange: _Exchange, finished: str, after: str) -> str:
+    """What the template does to a part of a turn that is no longer there."""
+    if "answer" in part and "tool_calls" in exchange.said:
+        return "drops text before a tool call"
+    if part not in finished:
+        return "drops thoughts" if "thought" in part else "drops a part of them"
+    change = _change(finished, after)[1]
+    return "drops thoughts" if change == 'drops "..."' and "thought" in part else change
+
+
+def _change(before: str, after: str) -> tuple[int, str]:
+    """Where a longer conversation begins to be different from a shorter one, and what is different, in words."""
+    same = num_same(before, after)
+    # Back to where the word or the mark begins.
+    same = max(before.rfind(mark, 0, same) for mark in (">", "]", " ", "\n")) + 1
+    for end in range(same + 1, len(before)):
+        if after.startswith(before[end : end + _SAME], same):
+            return same, f"drops {_excerpt(before[same:end])}"
+    rest = before[same:]
+    place = after.find(rest, same)
+    if 0 <= place < len(after) - len(rest):  # at its end is only what begins the next turn
+        return same, f"adds {_excerpt(after[same:place])}"
+    return same, f"drops {_excerpt(rest)}"
 
 
 def _excerpt(text: str) -> str:
+    """The text on one line in quotes, with dots for the probe's own words."""
+    text = re.sub(r"(thought|answer|place) number \d", "...", text)
     line = " ".join(text.split()) or text.replace("\n", "\\n")
     return f'"{line[:_SHOWN]}..."' if len(line) > _SHOWN else f'"{line}"'

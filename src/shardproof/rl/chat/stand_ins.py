@@ -7,7 +7,7 @@ of a reply does not grow with the conversation.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 
@@ -20,6 +20,23 @@ ARGUMENT = "kq0argument"  # in place of what it called a tool with, at last
 _EARLIER = "kq0earlier"  # and before
 _CONTENT = "kq0content{:05d}"  # in place of what the environment said
 _SAID: Message = {"role": "assistant", "content": TURN}
+
+STAND_IN = ToolCall("kq0name", {"place": "kq0place", "days": 3})
+STAND_IN_TOOL: Schema = {
+    "type": "function",
+    "function": {
+        "name": "kq0name",
+        "description": "Stands in for a tool.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "place": {"type": "string", "description": "A place."},
+                "days": {"type": "integer", "description": "A number."},
+            },
+            "required": ["place", "days"],
+        },
+    },
+}
 
 
 def call_message(calls: Sequence[ToolCall], as_text: bool, content: str = "") -> Message:
@@ -48,10 +65,10 @@ class Scaffold:
 
     def tail(self, text: str) -> str:
         """The part of a rendered stand-in conversation that follows the policy's own text."""
-        start = text.find(self.mark)
-        if start < 0:
-            raise Unrenderable("the chat template leaves out the turn before the reply")
-        return text[start + len(self.mark) + len(self.closer) :]
+        _, found, rest = text.partition(self.mark)
+        if not found or not rest.startswith(self.closer):
+            raise Unrenderable("the chat template leaves out or changes the turn before the reply")
+        return rest[len(self.closer) :]
 
     def contents(self, tail: str, messages: Sequence[Message]) -> list[Span] | None:
         """Where the messages' contents are in the tail; None if the template changes them beyond recognition."""
@@ -71,16 +88,19 @@ class Scaffold:
             place += len(text) + len(behind)
         return spans
 
-    def num_sampled(self, ended_with: int | None, special: Sequence[int]) -> int:
+    def num_sampled(self, ended_with: int | None, tail: Sequence[int], special: Collection[int]) -> int:
         """How many of the tail's first tokens the policy wrote itself, or another stop token in place of them.
 
         A turn ends with one stop token, the sampled one. If the template would write another (<|eot_id|> where the
-        policy sampled <|eom_id|> or the end of sequence), it is left out.
+        policy sampled <|eom_id|> or the end of sequence), it is left out. Some models have none: they stop with the
+        token that begins the next message.
         """
         if ended_with is None:
             return 0
         if ended_with in self.end:
             return self.end.index(ended_with) + 1
+        if tail[:1] == [ended_with]:
+            return 1
         return next((n + 1 for n, token in enumerate(self.end) if token in special), 0)
 
 
@@ -97,11 +117,16 @@ def _written_forms(content: object) -> list[str]:
 
 
 def build_scaffold(
-    template: Template, messages: Sequence[Message], tools: Sequence[Schema], arguments_as_text: bool | None
+    template: Template,
+    messages: Sequence[Message],
+    tools: Sequence[Schema],
+    arguments_as_text: bool | None = None,
+    marks: Collection[str] = (),
 ) -> Scaffold:
     """The scaffold of replies like these messages, whose contents are not looked at.
 
-    `arguments_as_text` says how the template takes the arguments of tool calls; None: it writes no calls.
+    `arguments_as_text` says how the template takes the arguments of tool calls, None: it writes no calls; `marks` are
+    what it marks calls with.
     """
     marked = [{**message, "content": _CONTENT.format(n)} for n, message in enumerate(messages)]
     if arguments_as_text is not None and messages[0].get("role") == "tool":
@@ -110,7 +135,7 @@ def build_scaffold(
         for some in (answered, answered[-1:]):
             try:
                 turn = _calling_turn(some, arguments_as_text)
-                closer = _closer(template, turn, tools)
+                closer = _closer(template, turn, tools, marks)
                 return _scaffold(template, (BEGIN, turn), ARGUMENT, closer, marked, tools)
             except Unrenderable:
                 continue
@@ -127,7 +152,7 @@ def _calling_turn(answered: Sequence[Message], as_text: bool) -> Message:
     return call_message(calls, as_text)
 
 
-def _closer(template: Template, turn: Message, tools: Sequence[Schema]) -> str:
+def _closer(template: Template, turn: Message, tools: Sequence[Schema], marks: Collection[str]) -> str:
     """What the policy itself writes behind the mark in a turn that ends with a tool call."""
     _, found, rest = template.render((BEGIN, turn), tools, prompt=False).partition(ARGUMENT)
     if not found:
@@ -135,9 +160,7 @@ def _closer(template: Template, turn: Message, tools: Sequence[Schema]) -> str:
     end = template.render((BEGIN, _SAID), tools, prompt=False).partition(TURN)[2]
     if end and rest.endswith(end):
         return rest[: len(rest) - len(end)]
-    # A turn with calls has an end of its own: the last special token.
-    ends = [rest.rfind(special) for special in template.special_tokens.values() if special in rest]
-    return rest[: max(ends)] if ends else rest
+    return template.without_end(rest, marks)  # a turn with calls has an end of its own
 
 
 def _scaffold(

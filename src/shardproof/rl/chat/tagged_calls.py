@@ -24,7 +24,10 @@ _MAX_PYTHON = (
 
 
 def read_xml(text: str, tools: Sequence[Schema]) -> Found:
-    """<function=name><parameter=key>value</parameter></function>, usually inside of <tool_call>...</tool_call>."""
+    """<function=name><parameter=key>value</parameter></function>, usually inside of <tool_call>...</tool_call>.
+
+    The arguments may be a JSON object instead.
+    """
     reader, place = CallReader(), 0
     while not reader.is_full and (opened := text.find("<function=", place)) >= 0:
         reader.text(_outside(text[place:opened]))
@@ -54,6 +57,8 @@ def _xml_call(body: str, tools: Sequence[Schema]) -> ToolCall:
     if not found:
         raise Unreadable(f"the name of the call has no end: {excerpt(body)}")
     name = name.strip().strip('"')
+    if rest.lstrip().startswith("{"):
+        return make_call(name, read_whole_json(rest))
     arguments: dict[str, Any] = {}
     for part in rest.split("<parameter=")[1:]:
         key, found, said = part.partition(">")
@@ -72,6 +77,46 @@ def _add(arguments: dict[str, Any], name: str, key: str, value: str, tools: Sequ
         raise Unreadable(f"the call has the argument {excerpt(key)} twice")
     require_unicode(key, value)
     arguments[key] = typed(name, key, value, tools)
+
+
+def read_invoke(text: str, tools: Sequence[Schema]) -> Found:
+    """<invoke name="name"><parameter name="key">value</parameter></invoke>, with any prefix before the names of the tags."""
+    reader, place = CallReader(), 0
+    while not reader.is_full and (named := text.find('invoke name="', place)) >= 0:
+        opened = text.rfind("<", place, named)
+        prefix = text[opened + 1 : named] if opened >= 0 else ""
+        reader.text(_first_line_off(text[place : max(opened, place)]))
+        end = f"</{prefix}invoke>"
+        closed = text.find(end, named)
+        if closed < 0:
+            reader.wrong(f"the call is not closed: {end[:80]} is missing")
+            return reader.found()
+        body = text[named + len('invoke name="') : closed]
+        reader.read(lambda body=body, prefix=prefix: _invoked(body, prefix, tools))  # type: ignore[misc]
+        place = closed + len(end)
+    reader.text(text[place:] if place == 0 else "")
+    return reader.found()
+
+
+def _first_line_off(text: str) -> str:
+    """Text before a call, without the mark that begins a list of calls."""
+    head, _, last = text.rstrip().rpartition("\n")
+    return head if last.startswith("<") and last.endswith(">") else text
+
+
+def _invoked(body: str, prefix: str, tools: Sequence[Schema]) -> ToolCall:
+    name, found, rest = body.partition('"')
+    arguments: dict[str, Any] = {}
+    for part in rest.split(f'<{prefix}parameter name="')[1:]:
+        head, found, said = part.partition(">")
+        key, _, attributes = head.partition('"')
+        value, closed, _ = said.partition(f"</{prefix}parameter>")
+        if not (found and closed):
+            raise Unreadable(f"the argument {excerpt(key)} is not closed: </{prefix}parameter> is missing")
+        _add(arguments, name, key, value, tools)
+        if 'string="false"' in attributes and isinstance(arguments[key], str):
+            arguments[key] = read_whole_json(value)
+    return make_call(name, arguments)
 
 
 def read_glm(text: str, tools: Sequence[Schema]) -> Found:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any
 
@@ -15,6 +15,10 @@ Span = tuple[int, int]
 
 class Unrenderable(Exception):
     """The chat template or the tokenizer refuses these messages; the text says why, in one line."""
+
+
+class Endless(Exception):
+    """The chat template did not finish."""
 
 
 class Template:
@@ -40,7 +44,7 @@ class Template:
         try:
             (text,) = call_each([call], SECONDS)
         except Overdue as error:
-            raise Unrenderable(f"the chat template did not finish: {error}") from error
+            raise Endless(f"the chat template did not finish: {error}") from error
         except (
             Exception
         ) as error:  # templates refuse conversations in their own words, with jinja's exceptions
@@ -70,6 +74,11 @@ class Template:
         with panics_as_errors():
             return str(self.tokenizer.decode(list(tokens), skip_special_tokens=not special))
 
+    @property
+    def source(self) -> str:
+        """The template itself; all of them if the tokenizer has several by name."""
+        return str(getattr(self.tokenizer, "chat_template", ""))
+
     @cached_property
     def special_tokens(self) -> Mapping[int, str]:
         """The special tokens by their ids: the tokenizer's own, and those that were added as such."""
@@ -83,6 +92,14 @@ class Template:
         """Whether the text begins with a special token: what stands before it has no part in its tokens then."""
         return any(text.startswith(special) for special in self.special_tokens.values())
 
+    def without_end(self, text: str, marks: Collection[str] = ()) -> str:
+        """The text without the special tokens and spaces at its end; special tokens that mark tool calls stay."""
+        ends = tuple(special for special in self.special_tokens.values() if special not in marks)
+        text = text.rstrip()
+        while text.endswith(ends):
+            text = text.removesuffix(max((each for each in ends if text.endswith(each)), key=len)).rstrip()
+        return text
+
 
 def clean(message: Message) -> Message:
     """The message with content that every tokenizer reads: halves of surrogate pairs become replacement characters."""
@@ -94,3 +111,9 @@ def clean(message: Message) -> Message:
     except UnicodeEncodeError:
         return {**message, "content": content.encode("utf-16", "surrogatepass").decode("utf-16", "replace")}
     return message
+
+
+def num_same(one: str, other: str) -> int:
+    """How many characters two texts begin with alike."""
+    pairs = enumerate(zip(one, other))
+    return next((n for n, (a, b) in pairs if a != b), min(len(one), len(other)))
