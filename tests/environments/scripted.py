@@ -15,6 +15,12 @@ SOURCE = r'''
 import asyncio, os, pathlib, re, signal, sys, threading, time
 from shardproof import Environment, Opening, Reply, ToolCall, Turn
 
+class Unspeakable(Exception):
+    def __str__(self): raise KeyboardInterrupt
+
+class Endless(Exception):
+    def __str__(self): time.sleep(1000)
+
 class Plain(Environment):
     """Does what a turn's text says, and answers how many turns it has had."""
 
@@ -60,6 +66,13 @@ class Plain(Environment):
     def interrupt(self): raise KeyboardInterrupt
     def recurse(self): return self.recurse()
     def fail(self): raise ValueError("first line\nsecond line \ud800")
+    def say_nothing(self): raise Unspeakable
+    def say_never(self): raise Endless
+    def close_loop(self):
+        loop = asyncio.new_event_loop()
+        asyncio.set_event_loop(loop)
+        loop.run_until_complete(asyncio.sleep(0))
+        asyncio.get_event_loop().close()
     def flood(self): return "x" * 10_000_000
     def flood_opening(self): return "x" * 10_000_000
     def fork(self): return "child" if os.fork() == 0 else "parent"
@@ -169,6 +182,12 @@ class BadClose(Plain):
                 time.sleep(1000)
             if name == "die":
                 os._exit(1)
+
+
+class InterruptsRank(Environment):
+    def __init__(self):
+        os.kill(os.getppid(), signal.SIGINT)
+        time.sleep(1000)
 
 
 class Bare(Environment):

@@ -64,6 +64,7 @@ def test_plain_methods_may_run_loops_of_their_own():
     with pool_of("Plain") as pool:
         open_all(pool, "a")
         assert texts(say(pool, "use_loops")) == ["a loop of its own"]
+        assert texts(say(pool, "close_loop")) == ["a 2"]
 
 
 def test_conversations_are_spread_over_the_workers_and_stay_there():
@@ -211,6 +212,11 @@ def test_an_interrupt_ends_the_wait_and_the_workers():
         pool.step(1, Turn("interrupt_rank"))
         pool.step(2, Turn("wait"))
         list(pool.answers())
+
+
+def test_an_interrupt_of_the_start_ends_the_workers():
+    with pytest.raises(KeyboardInterrupt), pool_of("InterruptsRank"):
+        pass
 
 
 def run_rank(users, rest: str) -> subprocess.Popen[str]:

@@ -121,7 +121,10 @@ def test_a_beginning_that_is_none_is_named():
 
 @pytest.mark.parametrize(
     ("kind", "hangs"),
-    [("Plain", ["hang", "hang_and_catch"]), ("Async", ["hang", "wait", "wait_and_catch"])],
+    [
+        ("Plain", ["hang", "hang_and_catch"]),
+        ("Async", ["hang", "wait", "wait_and_catch"]),
+    ],
 )
 def test_calls_that_hang_are_ended_at_their_deadline(kind, hangs, monkeypatch):
     with pool_of(kind, timeout_s=1.5) as pool:
@@ -130,6 +133,14 @@ def test_calls_that_hang_are_ended_at_their_deadline(kind, hangs, monkeypatch):
         said = texts(say(pool, "go_on", *hangs))
         going = texts(say_one(pool, 0, "go_on"))
     assert said == ["a 1"] + ["turn 1: no answer in 1.5 s"] * len(hangs) and going == ["a 2"]
+
+
+def test_errors_whose_text_is_the_users_code_are_named_by_their_type():
+    with pool_of("Plain", timeout_s=2.0) as pool:
+        open_all(pool, *"abc")
+        said = texts(say(pool, "say_nothing", "say_never", "go_on"))
+    assert said[::2] == ["turn 1: Unspeakable", "c 1"]
+    assert said[1].startswith("turn 1: Endless: its message cannot be read (TooLong)")
 
 
 @pytest.mark.parametrize("kind", ["Plain", "Async"])

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import pickle
 import socket
-import tempfile
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -79,13 +79,12 @@ class Link:
         self._long: set[Call] = set()  # in progress
         self._heard = time.monotonic()
         self._frames, self._unsent = Frames(), bytearray()
-        self._note = tempfile.TemporaryFile()  # noqa: SIM115
-        self._note.write(bytes(NOTE_BYTES))
-        self._note.flush()
+        self._note = os.memfd_create("note")
+        os.ftruncate(self._note, NOTE_BYTES)
         self.socket, remote = socket.socketpair()
         self.socket.setblocking(False)
         with remote:
-            files = [remote.fileno(), self._note.fileno()]
+            files = [remote.fileno(), self._note]
             self._started = WorkerProcess("shardproof.environments.worker", files, spec.python)
         self.process = self._started.popen
 
@@ -106,7 +105,7 @@ class Link:
         """The call whose code the worker is in, or was in when it ended: the one to blame."""
         if len(self.calls) == 1:
             return next(iter(self.calls.values()))
-        return self.calls.get(read_note(self._note.fileno()))
+        return self.calls.get(read_note(self._note))
 
     def submit(self, call: Call) -> None:
         """Have the worker asked as soon as it may be."""
@@ -176,7 +175,7 @@ class Link:
         """End the process and all it started; returns how it ended."""
         how = self._started.end(patience_s)
         self.socket.close()
-        self._note.close()
+        os.close(self._note)
         return how
 
     def hang_up(self) -> None:

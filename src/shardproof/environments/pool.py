@@ -9,11 +9,12 @@ import contextlib
 import pickle
 import queue
 import socket
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
+from shardproof.background import BackgroundThread
 from shardproof.environments.dispatcher import Dispatcher
 from shardproof.environments.link import Conversation
 from shardproof.environments.protocol import Answer, Failure, Turn
@@ -22,7 +23,7 @@ from shardproof.user_code import describe_error
 
 __all__ = ["EnvironmentFacts", "EnvironmentPool", "EnvironmentSpec"]
 
-_START_S = 1.0  # after which a thread that has not started was interrupted before it could
+_LOOK_S = 1.0  # how often a caller that waits looks whether the thread still runs
 
 
 class EnvironmentPool(contextlib.AbstractContextManager["EnvironmentPool"]):
@@ -35,9 +36,9 @@ class EnvironmentPool(contextlib.AbstractContextManager["EnvironmentPool"]):
     facts: EnvironmentFacts
 
     def __init__(self, spec: EnvironmentSpec):
-        self.spec = spec
         if spec.python is not None:
-            require_python(spec.python)
+            spec = replace(spec, python=require_python(spec.python))
+        self.spec = spec
         self._conversations: dict[int, Conversation] = {}
         self._outstanding: set[int] = set()  # keys whose answer has not been taken
         self._num_opened = 0
@@ -45,14 +46,14 @@ class EnvironmentPool(contextlib.AbstractContextManager["EnvironmentPool"]):
         self._told: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._dispatcher = Dispatcher(spec, lambda *answer: self._answers.put(answer), self._told.put)
         self._tasks: deque[Callable[[], None]] = deque()  # for the thread
-        self._closing, self._ended = False, threading.Event()
+        self._closing = False
         self._failure: BaseException | None = None  # of the thread
         self._wake_end, self._wake_start = socket.socketpair()
         self._wake_end.setblocking(False)
         self._wake_start.setblocking(False)
-        self._thread: threading.Thread | None = None
+        self._thread: BackgroundThread | None = BackgroundThread("shardproof environments", self._work)
         try:
-            self._start()
+            self._thread.start()
             self.facts = self._next(self._told)
         except BaseException:
             self.close()
@@ -102,9 +103,7 @@ class EnvironmentPool(contextlib.AbstractContextManager["EnvironmentPool"]):
         self._closing = True
         if self._thread is not None:
             self._wake()
-            # Not the thread's own join: interrupted once, it takes a running thread for an ended one.
-            while not self._ended.wait(_START_S) and self._thread.ident is not None:
-                pass
+            self._thread.join()
             self._thread = None
             self._wake_end.close()
             self._wake_start.close()
@@ -126,12 +125,15 @@ class EnvironmentPool(contextlib.AbstractContextManager["EnvironmentPool"]):
     def _next(self, source: queue.SimpleQueue[Any]) -> Any:
         """What the thread puts there next; raises what ended it."""
         while True:
+            ended = (
+                self._thread is None or self._thread.has_ended
+            )  # looked at before the queue, which it then fills no more
             with contextlib.suppress(queue.Empty):
-                found = source.get(timeout=0.0 if self._ended.is_set() else _START_S)
+                found = source.get(timeout=0.0 if ended else _LOOK_S)
                 if isinstance(found, BaseException):
                     raise found
                 return found
-            if self._ended.is_set() and source.empty():
+            if ended:
                 raise self._failure or RuntimeError("the environment's workers are closed")
 
     def _do(self, task: Callable[[], None]) -> None:
@@ -143,18 +145,6 @@ class EnvironmentPool(contextlib.AbstractContextManager["EnvironmentPool"]):
             OSError
         ):  # it is full, and the thread will wake anyway; or the pool is closed
             self._wake_start.send(b"!")
-
-    def _start(self) -> None:
-        # Known before it runs: an interrupt may come at any time from then on, and it must be ended then too.
-        self._thread = threading.Thread(target=self._work, name="shardproof environments", daemon=True)
-        try:
-            self._thread.start()
-        except RuntimeError as error:
-            # An interrupt in the middle of a start can come out as an error of the start's lock; the thread runs then.
-            if isinstance(error.__context__, KeyboardInterrupt):
-                raise error.__context__ from None
-            self._thread = None
-            raise
 
     def _work(self) -> None:
         """The thread: hand calls to the workers and their answers to the queues until the pool is closed."""
@@ -168,6 +158,7 @@ class EnvironmentPool(contextlib.AbstractContextManager["EnvironmentPool"]):
                 self._dispatcher.wait(self._wake_end)
         except BaseException as error:
             self._failure = error
+            self._answers.put(error)
+            self._told.put(error)
         finally:
             self._dispatcher.end()
-            self._ended.set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -37,8 +38,9 @@ class EnvironmentFacts:
     replayable: bool
 
 
-def require_python(python: str) -> None:
-    """C001 unless `environment.python` is an interpreter that workers can run under."""
+def require_python(python: str) -> str:
+    """The interpreter that `environment.python` names; C001 unless workers can run under it."""
+    python = os.path.expanduser(python)
     command = [python, "-c", "import sys; print(*sys.version_info[:2])"]
     try:
         done = subprocess.run(
@@ -60,6 +62,7 @@ def require_python(python: str) -> None:
     if (major, minor) < OLDEST_PYTHON:
         needed = ".".join(map(str, OLDEST_PYTHON))
         raise _wrong_python(python, f"is Python {major}.{minor}; workers need {needed} or newer")
+    return python
 
 
 def _wrong_python(python: str, problem: str) -> ShardproofError:

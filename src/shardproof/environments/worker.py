@@ -103,7 +103,6 @@ class _Worker:
 
     def _begin(self, call: _Call) -> None:
         call.begun, call.others_s = time.monotonic(), self._guard.spent_s
-        asyncio.set_event_loop(self._loop)  # users' code may have set another
         try:
             value = self._run(call, getattr(self, f"_{call.kind}"), call)
             if inspect.isawaitable(value):
@@ -191,9 +190,15 @@ class _Worker:
         elif isinstance(error, TooLong):
             self._answer(call, "null", "late")
         else:
-            text = str(error) if isinstance(error, NotAnAnswer) else describe_error(error)
-            text = " ".join(text.split())[:MAX_ERROR_CHARS].encode(errors="backslashreplace").decode()
-            self._answer(call, as_json(text), "error")
+            self._answer(call, as_json(self._described(call, error)), "error")
+
+    def _described(self, call: _Call, error: BaseException) -> str:
+        """The error in one line; how it is written is the user's code as well."""
+        try:
+            text = str(error) if isinstance(error, NotAnAnswer) else self._run(call, describe_error, error)
+        except BaseException:
+            text = type(error).__name__
+        return " ".join(text.split())[:MAX_ERROR_CHARS].encode(errors="backslashreplace").decode()
 
     def _answer(self, call: _Call, said: str, kind: str = "value") -> None:
         end_fork_of(self._process)

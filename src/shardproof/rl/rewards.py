@@ -8,12 +8,12 @@ they take microseconds, for all of which a thread would hold the interpreter loc
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Pipe, wait
 
+from shardproof.background import BackgroundThread
 from shardproof.bounds import MAX_WEIGHT, within
 from shardproof.errors import choose, fail
 from shardproof.rl.reward_functions import (
@@ -26,8 +26,6 @@ from shardproof.rl.reward_functions import (
 )
 from shardproof.rl.reward_workers import Call, WorkerPool
 from shardproof.rollout.trajectory import Reward
-
-_START_S = 1.0  # after which a thread that has not started was interrupted before it could
 
 
 @dataclass(frozen=True)
@@ -106,8 +104,7 @@ class PendingRewards(contextlib.AbstractContextManager["PendingRewards"]):
         self._outcomes: dict[tuple[int, str], Outcome] = {}  # by the sample's place and the reward's name
         self._complete = self._cancelled = False
         self._failure: BaseException | None = None
-        self._thread: threading.Thread | None = None
-        self._ended = threading.Event()
+        self._thread: BackgroundThread | None = None
 
     def __exit__(self, *exception: object) -> None:
         self.cancel()
@@ -147,13 +144,10 @@ class PendingRewards(contextlib.AbstractContextManager["PendingRewards"]):
     def _start(self) -> None:
         self._wake_end, self._wake_start = Pipe(duplex=False)
         # Known before it runs: an interrupt may come at any time from then on, and it must be ended then too.
-        self._thread = threading.Thread(target=self._work, name="shardproof rewards", daemon=True)
+        self._thread = BackgroundThread("shardproof rewards", self._work)
         try:
             self._thread.start()
-        except RuntimeError as error:
-            # An interrupt in the middle of a start can come out as an error of the start's lock; the thread runs then.
-            if isinstance(error.__context__, KeyboardInterrupt):
-                raise error.__context__ from None
+        except RuntimeError:
             self._thread = None
             raise
 
@@ -164,9 +158,7 @@ class PendingRewards(contextlib.AbstractContextManager["PendingRewards"]):
     def _join(self) -> None:
         if self._thread is not None:
             self._wake()
-            # Not the thread's own join: interrupted once, it takes a running thread for an ended one.
-            while not self._ended.wait(_START_S) and self._thread.ident is not None:
-                pass
+            self._thread.join()
             self._thread = None
             self._wake_end.close()
             self._wake_start.close()
@@ -194,7 +186,6 @@ class PendingRewards(contextlib.AbstractContextManager["PendingRewards"]):
         finally:
             pool.cancel()
             pool.lock.release()
-            self._ended.set()
 
     def _record(self, call: Call, outcome: Outcome) -> None:
         index, name, (prompt, completion, _) = call
