@@ -188,6 +188,52 @@ PIECES: dict[str, Piece] = {
         ("E404",),
         "merging is out of place; each base tensor that differs from the checkpoint is reported",
     ),
+    "ms-swift-10012": Piece(
+        "ms-swift 10012",
+        f"{_GITHUB}/modelscope/ms-swift/pull/10012",
+        "Sampled tokens are decoded to text, and the text is encoded again for training: other tokens, the same text.",
+        ("R507",),
+        "turns stay the tokens that were sampled; the ledger names the trajectory, the turn and the token",
+    ),
+    "verl-6719": Piece(
+        "verl 6719",
+        f"{_GITHUB}/verl-project/verl/issues/6719",
+        "If all messages are rendered and encoded again for each turn, the policy reads its earlier turns in other "
+        "tokens than it sampled.",
+        ("R507",),
+        "turns are appended as tokens; what the engine read before each turn is compared with the batch",
+    ),
+    "verl-6921": Piece(
+        "verl 6921",
+        f"{_GITHUB}/verl-project/verl/pull/6921",
+        "The tool's turn is rendered on its own: the separator that the template writes behind the policy's stop token "
+        "is lost at every turn.",
+        ("R507",),
+        "a reply has all that the template writes between two turns; an engine that read anything else is named by token",
+    ),
+    "nemo-rl-2821": Piece(
+        "NeMo RL 2821",
+        f"{_GITHUB}/NVIDIA-NeMo/RL/issues/2821",
+        "The template drops the thoughts of earlier turns; each turn's tokens are what a longer rendering adds to the "
+        "shorter one, and so the earlier answer is there twice.",
+        ("R508", "R507"),
+        "a probe finds such templates before the first step, and the recipe says what to do; the ledger names the token",
+    ),
+    "art-883": Piece(
+        "ART 883",
+        f"{_GITHUB}/OpenPipe/ART/issues/883",
+        "The end of a turn is trained behind a prompt that lacks the turn's beginning, with the log-probs that it had "
+        "behind the whole.",
+        ("R507",),
+        "a token is trained only behind what the engine read when it sampled it",
+    ),
+    "trl-4975": Piece(
+        "TRL 4975",
+        f"{_GITHUB}/huggingface/trl/pull/4975",
+        "One of two loss paths ignores the mask of the environment's tokens: they are trained on, and nothing fails.",
+        ("R507",),
+        "a mask that counts a token that was not sampled stops the run, with the token and its author",
+    ),
 }  # fmt: skip
 
 # Their real counterparts need the engine itself; tests/rollout/vllm covers those.
