@@ -158,8 +158,8 @@ def test_what_a_template_rewrote_is_read_again_and_what_came_before_is_not():
     assert_same(found, plain.complete([request], replace(SAMPLING, max_new_tokens=1)))
 
 
-def states(num: int, value: float = 0.0) -> list[Any]:
-    return [(torch.full((1, num, 2), value), torch.full((1, num, 2), value))]
+def states(num: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.zeros(1, 1, num, 2), torch.zeros(1, 1, num, 2)
 
 
 def test_an_entry_is_found_by_its_tokens_alone():
@@ -186,7 +186,7 @@ def test_hashes_that_collide_are_not_trusted(monkeypatch):
 
 
 def test_memory_is_bounded_and_what_is_in_use_is_not_given_up_for_what_is_new():
-    one = states(32)[0][0].nbytes * 2
+    one = 2 * states(32)[0].nbytes
     store = KeptTurns(3 * one)
     sequence = lambda first: tuple(range(first, first + 32))  # noqa: E731
     store.begin_wave()

@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 from transformers import Cache, PreTrainedModel
 
 from shardproof.rollout.engine import Request, Sampling
-from shardproof.rollout.kept import KeptTurns
+from shardproof.rollout.kept import KeptTurns, stack_rows
 from shardproof.rollout.reading import Forward, Prompts
 from shardproof.rollout.trajectory import Trajectory
 
@@ -91,8 +91,9 @@ class _Running:
         logits = prompts.read(forward)
         self.cache, self.attention_mask, chosen = prompts.cache, prompts.mask, prompts.prompt_of
         self.position_ids = prompts.last_positions[chosen]
-        if chosen.tolist() != list(range(len(logits))):
-            self.cache.batch_select_indices(chosen)
+        if prompts.columns is not None or chosen.tolist() != list(range(len(logits))):
+            for layer in self.cache.layers:
+                layer.keys, layer.values = prompts.states(layer, chosen)
             self.attention_mask = self.attention_mask[chosen]
         return logits[chosen]
 
@@ -122,11 +123,8 @@ class _Running:
     def _keep(self, index: int, request: Request, drawn: Sequence[int], kept: KeptTurns) -> None:
         """Keep what the cache has of a row. Nothing has read its last token yet."""
         there = self.attention_mask[index].bool()
-        layers = []
-        for layer in self.cache.layers:
-            assert layer.keys is not None and layer.values is not None
-            layers.append((layer.keys[index][:, there], layer.values[index][:, there]))
-        kept.keep((*request.tokens, *drawn[:-1]), len(request.tokens), layers)
+        layers: list[Any] = [(layer.keys, layer.values) for layer in self.cache.layers]
+        kept.keep((*request.tokens, *drawn[:-1]), len(request.tokens), stack_rows(layers, index, there))
 
 
 class Prefilled:
@@ -146,13 +144,12 @@ class Prefilled:
         self.mask = prompts.mask[self._chosen].bool()
         self.length = self.mask.shape[1]
         self.last_positions = prompts.last_positions[self._chosen]
-        self._cache = prompts.cache
+        self._prompts = prompts
 
     def layers(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """(keys, values) of each layer, [rows, heads, length, width]."""
-        for layer in self._cache.layers:
-            assert layer.keys is not None and layer.values is not None
-            yield layer.keys[self._chosen], layer.values[self._chosen]
+        for layer in self._prompts.cache.layers:
+            yield self._prompts.states(layer, self._chosen)
 
 
 def draw(

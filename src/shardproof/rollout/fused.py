@@ -18,7 +18,7 @@ from shardproof.model import hf_private
 from shardproof.model.compiling import can_compile
 from shardproof.model.families import MOVING_ROPE
 from shardproof.rollout.decode import Prefilled
-from shardproof.rollout.kept import States
+from shardproof.rollout.kept import States, stack_rows
 from shardproof.rollout.progress import Progress
 
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
@@ -120,12 +120,9 @@ class FusedStep:
                 index = source.expand(-1, states.shape[1], -1, states.shape[3])
                 fixed[:, :, : started.length].copy_(states.gather(2, index))
 
-    def states(self, row: int, num_tokens: int) -> list[States]:
-        """Copies of the keys and values of a row's first tokens, in every layer."""
-        return [
-            (keys[row, :, :num_tokens].clone(), values[row, :, :num_tokens].clone())
-            for keys, values in self._cache
-        ]
+    def states(self, row: int, num_tokens: int) -> States:
+        """Copies of the keys and values of a row's first tokens."""
+        return stack_rows(self._cache, row, slice(num_tokens))
 
     def __call__(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Logits [rows, vocabulary] after tokens [rows, 1] at their positions."""

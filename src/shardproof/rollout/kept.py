@@ -15,7 +15,9 @@ from transformers.cache_utils import DynamicLayer
 
 from shardproof.model.families import MOVING_ROPE, rope_types
 
-States = tuple[torch.Tensor, torch.Tensor]  # a layer's keys and values, each [heads, tokens, width]
+States = tuple[
+    torch.Tensor, torch.Tensor
+]  # keys and values of all layers, each [layers, heads, tokens, width]
 
 GIB = 2**30
 _CHUNK = 16  # tokens between two places at which an entry can be found
@@ -32,18 +34,24 @@ def why_not(config: Any) -> str | None:
     return None
 
 
+def stack_rows(layers: Iterable[States], row: int, tokens: slice | torch.Tensor) -> States:
+    """Copies of one row's keys and values at some tokens, of layers [rows, heads, length, width]; one tensor for all."""
+    pairs = [(keys[row][:, tokens], values[row][:, tokens]) for keys, values in layers]
+    return torch.stack([keys for keys, _ in pairs]), torch.stack([values for _, values in pairs])
+
+
 @dataclass(eq=False)
 class Prefix:
-    """The keys and values of a sequence of tokens, in every layer."""
+    """The keys and values of a sequence of tokens."""
 
     tokens: tuple[int, ...]
     num_read: int  # of the tokens, what the turn that left them had read; it wrote the others
-    layers: list[States]
+    states: States | None  # None once they were used for the last time
     wave: int = 0
     nbytes: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.nbytes = sum(states.nbytes for layer in self.layers for states in layer)
+        self.nbytes = sum(each.nbytes for each in self.states or ())
 
 
 @dataclass(frozen=True)
@@ -102,9 +110,9 @@ class KeptTurns:
             return replace(found, is_last_use=True)
         return found
 
-    def keep(self, tokens: tuple[int, ...], num_read: int, layers: list[States]) -> bool:
+    def keep(self, tokens: tuple[int, ...], num_read: int, states: States) -> bool:
         """Keep the keys and values of a sequence, of which a turn read the first `num_read` tokens; False: no room."""
-        entry = Prefix(tokens, num_read, layers, self._wave)
+        entry = Prefix(tokens, num_read, states, self._wave)
         if (old := self._entries.get(tokens)) is not None:
             self._drop(old)
         if not self._make_room(entry.nbytes):

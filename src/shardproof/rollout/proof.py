@@ -42,8 +42,8 @@ class Step(Protocol):
         """Start after the prompts."""
         ...
 
-    def states(self, row: int, num_tokens: int) -> list[States]:
-        """Copies of the keys and values of a row's first tokens, in every layer."""
+    def states(self, row: int, num_tokens: int) -> States:
+        """Copies of the keys and values of a row's first tokens."""
         ...
 
     def __call__(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

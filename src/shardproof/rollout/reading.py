@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -46,24 +46,40 @@ class Prompts:
         place = {row: at for at, row in enumerate(order)}
         self.prompt_of = torch.tensor([place[row] for row in self._row_of], device=self._device)
         self.last_positions = torch.cat([part.positions[:, -1:] for part in parts])
-        if len(parts) == 1 and not parts[0].num_kept:
-            self.cache, self.mask = parts[0].cache, parts[0].mask
-        else:
+        self.cache, self.mask, self.columns = parts[0].cache, parts[0].mask, None
+        if len(parts) > 1:
             self._join(parts)
+        elif parts[0].num_kept:
+            self.mask, self.columns = self._packed(parts[0].prompts), _columns(parts[0], self._longest)
         return logits[0] if len(logits) == 1 else torch.cat(logits)
+
+    @property
+    def _longest(self) -> int:
+        return max(map(len, self._prompts))
+
+    def _packed(self, prompts: Sequence[tuple[int, ...]]) -> torch.Tensor:
+        """The mask of prompts that are padded on the left, and have no gaps."""
+        lengths = torch.tensor([[len(prompt)] for prompt in prompts])
+        return (torch.arange(self._longest) >= self._longest - lengths).to(self._device, torch.int64)
+
+    def states(self, layer: Any, chosen: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """A layer's keys and values, [rows, heads, length, width], without gaps; of the chosen rows, or of all."""
+        if self.columns is None:
+            return (
+                (layer.keys, layer.values) if chosen is None else (layer.keys[chosen], layer.values[chosen])
+            )
+        columns = self.columns
+        if chosen is None:
+            chosen = torch.arange(len(columns), device=columns.device)
+        rows = chosen[:, None]
+        # Indices around a slice: their dimensions come first.
+        keys, values = (each[rows, :, columns[chosen]].transpose(1, 2) for each in (layer.keys, layer.values))
+        return keys, values
 
     def _join(self, parts: list[_Part]) -> None:
         """One cache and one mask of all parts, without the gaps between what was kept and what was read."""
-        lengths = [len(prompt) for part in parts for prompt in part.prompts]
-        longest = max(lengths)
-        self.mask = torch.arange(longest) >= longest - torch.tensor(lengths)[:, None]
-        self.mask = self.mask.to(self._device, torch.int64)
-        columns = []
-        for part in parts:
-            # Stable: padding first, then tokens in their order. Columns before the padding read anything: it is masked.
-            order = part.mask.argsort(dim=1, stable=True)[:, -longest:]
-            short = longest - order.shape[1]
-            columns.append(torch.cat([order[:, :1].expand(-1, short), order], 1)[:, None, :, None])
+        self.mask = self._packed([prompt for part in parts for prompt in part.prompts])
+        columns = [_columns(part, self._longest)[:, None, :, None] for part in parts]
         self.cache = DynamicCache(config=self._config)
         for number, layer in enumerate(self.cache.layers):
             joined = [
@@ -117,7 +133,7 @@ class _Part:
         self.positions = (self.mask.cumsum(1) - 1).clamp(min=0)[:, self.num_kept :]
         self.cache = DynamicCache(config=config)
         if self.num_kept:
-            for layer, states in zip(self.cache.layers, _padded(found, self.num_kept), strict=True):
+            for layer, *states in zip(self.cache.layers, *_padded(found, self.num_kept), strict=True):
                 put_states(layer, *states)
 
     def pop_layer(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -129,25 +145,29 @@ class _Part:
         return keys, values
 
 
-def _padded(found: list[Found | None], width: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """(keys, values) of each layer, [rows, heads, width, head width], padded on the left with zeros."""
-    some = next(each for each in found if each is not None)
-    for number in range(len(some.prefix.layers)):
-        states = []
-        for kind in (0, 1):
-            like = some.prefix.layers[number][kind]
-            rows = like.new_zeros(len(found), like.shape[0], width, like.shape[2])
-            for row, each in enumerate(found):
-                if each is not None:
-                    rows[row, :, width - each.length :] = each.prefix.layers[number][kind][:, : each.length]
-            states.append(rows)
-        for each in found:
-            if each is not None and each.is_last_use:
-                each.prefix.layers[number] = (
-                    rows[0, :, :0],
-                    rows[0, :, :0],
-                )  # its memory is free from here on
-        yield states[0], states[1]
+def _padded(found: list[Found | None], width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(keys, values), each [layers, rows, heads, width, head width], padded on the left with zeros."""
+    like = next(each.prefix.states for each in found if each is not None)
+    assert like is not None
+    keys, values = (
+        states.new_zeros(len(states), len(found), states.shape[1], width, states.shape[3]) for states in like
+    )
+    for row, each in enumerate(found):
+        if each is None:
+            continue
+        assert each.prefix.states is not None
+        for rows, states in zip((keys, values), each.prefix.states, strict=True):
+            rows[:, row, :, width - each.length :] = states[:, :, : each.length]
+        if each.is_last_use:
+            each.prefix.states = None  # its memory is free from here on
+    return keys, values
+
+
+def _columns(part: _Part, longest: int) -> torch.Tensor:
+    """For each row of a part, where its last `longest` tokens are, in their order; [rows, longest]."""
+    # Stable: padding first, then tokens. What a row has too few of reads anything: it is masked.
+    order = part.mask.argsort(dim=1, stable=True)[:, -longest:]
+    return torch.cat([order[:, :1].expand(-1, longest - order.shape[1]), order], 1)
 
 
 def _gather(states: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:

@@ -26,7 +26,7 @@ from shardproof.rollout import graphs
 from shardproof.rollout.decode import Prefilled, last_logits
 from shardproof.rollout.engine import Request, Sampling
 from shardproof.rollout.fused import FusedStep, can_fuse, fused_record
-from shardproof.rollout.kept import KeptTurns, States
+from shardproof.rollout.kept import KeptTurns, States, stack_rows
 from shardproof.rollout.progress import Progress
 from shardproof.rollout.proof import CAPACITY, Step, compare_draws, compare_steps
 from shardproof.rollout.trajectory import Trajectory
@@ -37,6 +37,7 @@ FIXED = "shardproof_fixed_cache"
 # Cache lengths are rounded up to this, so that prompts of other lengths use the same graph.
 _LENGTH_STEP = 128
 _CHECK_EVERY = 8  # steps between two checks of whether every row has finished
+_ROWS = (16, 32, 64)  # of batches of conversations; larger ones are multiples of the last
 _KEPT = 3  # graphs: for training, for evaluation, and for the canary
 
 
@@ -114,13 +115,9 @@ class ModelStep:
         self._mask[:, 0, 0, :width].copy_(started.mask)
         self._column.fill_(width)
 
-    def states(self, row: int, num_tokens: int) -> list[States]:
-        columns = self._mask[row, 0, 0].nonzero()[:num_tokens, 0]
-        found = []
-        for layer in self._cache.layers:
-            assert layer.keys is not None and layer.values is not None
-            found.append((layer.keys[row][:, columns], layer.values[row][:, columns]))
-        return found
+    def states(self, row: int, num_tokens: int) -> States:
+        layers: list[Any] = [(layer.keys, layer.values) for layer in self._cache.layers]
+        return stack_rows(layers, row, self._mask[row, 0, 0].nonzero()[:num_tokens, 0])
 
     def __call__(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         self._mask.index_fill_(3, self._column, True)
@@ -152,13 +149,14 @@ class FixedDecoder:
         """Answer all requests in one batch. What `kept` has is not read again; it gets the rows that continue."""
         if not requests:
             return []
-        started = Prefilled(self._model, requests, self._device, kept)
-        seeds = [request.seed for request in requests]
-        grows = any(request.continues for request in requests)
+        grows = any(request.continues for request in requests) or bool(kept)
+        padded = _padded(requests) if grows else requests
+        started = Prefilled(self._model, padded, self._device, kept)
+        seeds = [request.seed for request in padded]
         while True:
             try:
                 loop = self._loop(started, seeds, sampling, grows)
-                tokens, logprobs = loop.run(started, seeds)
+                tokens, logprobs = loop.run(started, seeds, len(requests))
                 break
             except torch.OutOfMemoryError:
                 raise
@@ -167,7 +165,7 @@ class FixedDecoder:
                     raise
         answered = [
             _answer(request, row, scores, sampling, version)
-            for request, row, scores in zip(requests, tokens.tolist(), logprobs.tolist(), strict=True)
+            for request, row, scores in zip(requests, tokens.tolist(), logprobs.tolist(), strict=False)
         ]
         if kept is not None:
             for row, (request, trajectory) in enumerate(zip(requests, answered, strict=True)):
@@ -202,11 +200,16 @@ class FixedDecoder:
         key = (rows, length, sampling)
         loop = self._loops.pop(key, None)
         if loop is None:
-            while len(self._loops) >= _KEPT:
+            while len(self._loops) >= _KEPT and not (grows and self._is_small(rows * length)):
                 self._loops.pop(next(iter(self._loops)))
             loop = self._make_loop(started, seeds, length, sampling)
         self._loops[key] = loop
         return loop
+
+    def _is_small(self, size: int) -> bool:
+        """Whether all caches, with one more of a size, are no larger than the largest would be `_KEPT` times."""
+        sizes = [rows * length for rows, length, _ in self._loops] + [size]
+        return sum(sizes) <= _KEPT * max(sizes)
 
     def _make_loop(self, started: Prefilled, seeds: list[int], length: int, sampling: Sampling) -> _Loop:
         """With the fastest step and the fastest draw that were shown to compute what the plain ones compute."""
@@ -255,6 +258,17 @@ class FixedDecoder:
         return False
 
 
+def _padded(requests: Sequence[Request]) -> Sequence[Request]:
+    """With requests of one token added, up to as many rows as kernels compute anyway.
+
+    Conversations end one by one. Every number of rows needs its own graph and its own comparison, and would come once.
+    """
+    num = len(requests)
+    rows = next((rows for rows in _ROWS if num <= rows), -(-num // _ROWS[-1]) * _ROWS[-1])
+    filler = Request(Trajectory.of_prompt(requests[0].tokens[:1]), 0)
+    return [*requests, *[filler] * (rows - num)]
+
+
 def _can_draw(sampling: Sampling) -> bool:
     """Whether the kernels support this sampling."""
     return sampling.temperature > 0 and sampling.top_p == 1.0
@@ -283,13 +297,13 @@ class _Loop:
         self._replay: Callable[[], None] | None = None
         self._watch = _Watch(progress.done)
 
-    def run(self, started: Prefilled, seeds: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """(tokens, log-probs), each [rows, steps], on the host."""
-        self._begin(started, seeds)
+    def run(self, started: Prefilled, seeds: list[int], num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(tokens, log-probs), each [rows, steps], on the host. Only the first `num_rows` rows are waited for."""
+        self._begin(started, seeds, num_rows)
         if self._captures and self._replay is None:
             self._replay = graphs.capture(self._advance, self._device, self._progress.step.zero_)
             self._captures = self._replay is not None
-            self._begin(started, seeds)  # recording has written to the cache
+            self._begin(started, seeds, num_rows)  # recording has written to the cache
         self._record(started.logits)
         advance = self._replay or self._advance
         steps, taken = len(self._progress.tokens), 1
@@ -299,14 +313,15 @@ class _Loop:
             advance()
         return self._progress.tokens[:taken].T.cpu(), self._progress.logprobs[:taken].T.cpu()
 
-    def states(self, row: int, num_tokens: int) -> list[States]:
-        """Copies of the keys and values of a row's first tokens, in every layer."""
+    def states(self, row: int, num_tokens: int) -> States:
+        """Copies of the keys and values of a row's first tokens."""
         return self._model.states(row, num_tokens)
 
-    def _begin(self, started: Prefilled, seeds: list[int]) -> None:
+    def _begin(self, started: Prefilled, seeds: list[int], num_rows: int) -> None:
         """Copy the prompts' keys and values into the fixed cache, and start after them."""
         self._model.fill(started)
         self._progress.begin(started.last_positions, seeds)
+        self._progress.done[num_rows:].fill_(True)
         self._watch.begin()
 
     def _advance(self) -> None:
