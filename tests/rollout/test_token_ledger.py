@@ -183,7 +183,7 @@ def context_rewritten(batch: sp.Batch, trajectories: list[Trajectory]) -> str:
 def environment_rewritten(batch: sp.Batch, trajectories: list[Trajectory]) -> str:
     at = sum(len(s.tokens) for s in trajectories[0].segments[:3])
     was, batch.sequences[0][at] = batch.sequences[0][at], 4321
-    return f"turn 2, token {at} of what it follows: the batch has 4321, the engine read {was}. (sequence 0)"
+    return f"turn 2, token {at} of what it follows: the batch has 4321, the engine read {was}. It is in sequence 0 of the batch."
 
 
 def samples_swapped(batch: sp.Batch, trajectories: list[Trajectory]) -> str:
@@ -202,7 +202,7 @@ def labels_swapped(batch: sp.Batch, trajectories: list[Trajectory]) -> str:
 
 def turn_trained_twice(batch: sp.Batch, trajectories: list[Trajectory]) -> str:
     trajectories.append(trajectories[0])
-    return "trajectory 0 of prompt 0, turn 4: the batch has it, but the engine sampled 3 turns of this conversation. (sequence 4)"
+    return "trajectory 0 of prompt 0, turn 4: the batch has it, but the engine sampled 3 turns of this conversation. It is in sequence 4 of the batch."
 
 
 def last_turn_dropped(batch: sp.Batch, trajectories: list[Trajectory]) -> str:

@@ -145,9 +145,8 @@ def compare_batch(
             row.compare_mask()
         except _Disagreement as error:
             if key not in broken:  # the rest of a conversation only follows from its first disagreement
-                result.findings.append(
-                    Finding("R507", "attest", f"{_name(part)}, {error} (sequence {number})")
-                )
+                message = f"{_name(part)}, {error} It is in sequence {number} of the batch."
+                result.findings.append(Finding("R507", "attest", message))
             broken.add(key)
         result.num_turns += len(row.turns)
         result.num_tokens += sum(stop - start for start, stop, _ in row.turns)
