@@ -40,6 +40,34 @@ def test_an_endless_call_is_ended():
     assert ended.wait(60.0)
 
 
+def test_calls_share_a_thread_until_one_does_not_end():
+    (first,) = call_each([threading.get_ident], 60.0)
+    assert call_each([threading.get_ident], 60.0) == [first] != [threading.get_ident()]
+
+    def never():
+        while True:
+            pass
+
+    with pytest.raises(Overdue):
+        call_each([never], 0.3)
+    assert (
+        call_each([lambda: 1, threading.get_ident], 60.0)[0] == 1
+    )  # on another thread, whatever became of that one
+
+
+def test_calls_from_several_threads_do_not_mix():
+    results = {}
+    threads = [
+        threading.Thread(target=lambda n=n: results.update({n: call_each([lambda: n] * 50, 60.0)}))
+        for n in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == {n: [n] * 50 for n in range(8)}
+
+
 def test_a_chat_template_that_does_not_end(monkeypatch):
     monkeypatch.setattr(data, "_TEMPLATE_SECONDS", 0.3)
     rows = [{"prompt": "one"}, {"prompt": "two"}]

@@ -119,11 +119,11 @@ CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_e
 HERMES = (
     _TOOLS + "{% for m in messages %}{% if m.role == 'tool' %}"
     "{% if loop.first or messages[loop.index0 - 1].role != 'tool' %}<|im_start|>user{% endif %}"
-    "\n<tool_response>\n{{ m.content }}\n</tool_response>"
+    "{{ '\\n' }}<tool_response>\n{{ m.content }}\n</tool_response>"
     "{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}<|im_end|>\n{% endif %}"
     "{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}"
     "{% for c in m.tool_calls or [] %}"
-    "{% if not loop.first or m.content %}\n{% endif %}<tool_call>\n"
+    "{% if not loop.first or m.content %}{{ '\\n' }}{% endif %}<tool_call>\n"
     '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}'
     "\n</tool_call>{% endfor %}<|im_end|>\n{% endif %}{% endfor %}" + _NEXT
 )
@@ -141,7 +141,7 @@ FORGETFUL = (
     "<|im_start|>assistant\n"
     "{% if thought and loop.index0 > ns.last %}<think>\n{{ thought }}\n</think>\n\n{% endif %}{{ content }}"
     "{% for c in m.tool_calls or [] %}"
-    "{% if not loop.first or content %}\n{% endif %}<tool_call>\n"
+    "{% if not loop.first or content %}{{ '\\n' }}{% endif %}<tool_call>\n"
     '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}'
     "\n</tool_call>{% endfor %}<|im_end|>\n"
     "{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}" + _NEXT
@@ -221,6 +221,16 @@ SILENT = (  # leaves out what it does not know
     "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}" + _NEXT
 )
 
+# A turn has no end of its own: the model stops with the token that begins the next message.
+UNENDED = (
+    "<s>{% if tools %}Tools: {{ tools | tojson }}{% endif %}{% for m in messages %}"
+    "{% if m.role == 'user' %}[INST]\n{{ m.content }}"
+    "{% elif m.role == 'tool' %}[TOOL_RESULTS]\n{{ m.content }}"
+    "{% else %}<turn>\n{{ m.content }}{% for c in m.tool_calls or [] %}{{ '\\n' }}<tool_call>\n"
+    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}'
+    "\n</tool_call>{% endfor %}{% endif %}{% endfor %}{% if add_generation_prompt %}<turn>\n{% endif %}"
+)
+
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 
 PLAIN = (  # no special tokens at all
@@ -232,7 +242,7 @@ XML = (
     _TOOLS + "{% for m in messages %}{% if m.role == 'tool' %}"
     "<|im_start|>user\n<tool_response>\n{{ m.content }}\n</tool_response>\n<|im_end|>\n"
     "{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}"
-    "{% for c in m.tool_calls or [] %}\n<tool_call>\n<function={{ c.function.name }}>\n"
+    "{% for c in m.tool_calls or [] %}{{ '\\n' }}<tool_call>\n<function={{ c.function.name }}>\n"
     "{% for key, value in c.function.arguments.items() %}"
     "<parameter={{ key }}>\n{{ value if value is string else value | tojson }}\n</parameter>\n{% endfor %}"
     "</function>\n</tool_call>{% endfor %}<|im_end|>\n{% endif %}{% endfor %}" + _NEXT
@@ -242,7 +252,7 @@ GLM = (
     _TOOLS
     + "{% for m in messages %}{% if m.role == 'tool' %}<|im_start|>observation\n{{ m.content }}<|im_end|>\n"
     "{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}"
-    "{% for c in m.tool_calls or [] %}\n<tool_call>{{ c.function.name }}\n"
+    "{% for c in m.tool_calls or [] %}{{ '\\n' }}<tool_call>{{ c.function.name }}\n"
     "{% for key, value in c.function.arguments.items() %}"
     "<arg_key>{{ key }}</arg_key>\n"
     "<arg_value>{{ value if value is string else value | tojson }}</arg_value>\n{% endfor %}"

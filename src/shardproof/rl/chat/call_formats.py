@@ -86,6 +86,7 @@ class CallStyle:
     arguments_as_text: bool | None = False  # how the template takes arguments; None: it writes no calls
     named: bool = False  # by the recipe
     takes_text: bool = True  # a call may follow text in a turn
+    written: str = ""  # a call as the template writes it
 
 
 def require_known(tool_format: str | None) -> str | None:
@@ -103,13 +104,14 @@ def find_style(template: Template, tool_format: str | None) -> CallStyle:
     if tool_format == OWN and not own:
         message = f"environment.tool_format={OWN!r}, but the tokenizer has no {OWN}."
         raise fail("C001", "rollout", message, fix=f"name one of {', '.join(FORMATS)}")
-    styles = [CallStyle(name, *FORMATS[name], arguments_as_text=as_text) for name in FORMATS]
+    text = "" if written is None else written.text
+    styles = [CallStyle(name, *FORMATS[name], arguments_as_text=as_text, written=text) for name in FORMATS]
     if own:
         parse = partial(_read_own, template, _prompt(template))
-        styles.insert(0, CallStyle(OWN, parse, reads_whole=True, arguments_as_text=as_text))
+        styles.insert(0, CallStyle(OWN, parse, reads_whole=True, arguments_as_text=as_text, written=text))
     if tool_format is not None:
         style = next(style for style in styles if style.name == tool_format)
-        return replace(style, named=True, takes_text=_reads(style, written, _TEXT) is True)
+        return replace(style, named=True, takes_text=_reads(style, written, _TEXT))
     for style in styles:
         if _reads(style, written):
             return replace(style, takes_text=_reads(style, written, _TEXT))

@@ -11,7 +11,7 @@ from typing import Any
 from shardproof.environments.protocol import Message, Schema, Turn
 from shardproof.errors import ConfigError, fail
 from shardproof.rl.chat.call_formats import FORMATS, CallStyle, find_style, require_known
-from shardproof.rl.chat.probe import Rewrite, find_rewrites
+from shardproof.rl.chat.probe import Rewrite, find_respelling, find_rewrites
 from shardproof.rl.chat.stand_ins import BEGIN, STAND_IN_TOOL, TURN, Scaffold, build_scaffold, call_message
 from shardproof.rl.chat.template import Endless, Span, Template, Unrenderable, clean
 from shardproof.rl.chat.thoughts import ThoughtStyle, find_thoughts
@@ -67,6 +67,17 @@ class ChatFormat:
             raise fail(
                 "C001", "rollout", f"{error}.", fix="use a model with another chat template"
             ) from error
+
+    def respelling(self, has_tools: bool) -> list[str]:
+        """What changes in the policy's turns when they are rendered anew, in words: of interest where turns are split."""
+        tools = [STAND_IN_TOOL] if has_tools else None
+        calls = self.calls if has_tools else None
+        return find_respelling(
+            self.template,
+            lambda tokens: self.message(self.turn(tokens, finished=False, tools=tools)),
+            calls,
+            self.thoughts,
+        )
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Schema] | None = None) -> list[Segment]:
         """A whole conversation up to the policy's turn, as one segment."""

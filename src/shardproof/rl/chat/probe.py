@@ -94,6 +94,33 @@ def find_rewrites(
     return list(found.values())
 
 
+def find_respelling(
+    template: Template,
+    message_of: Callable[[Sequence[int]], Message],
+    calls: CallStyle | None,
+    thoughts: ThoughtStyle,
+) -> list[str]:
+    """What the template spells differently from the policy when it renders the policy's turn, in words."""
+    tools = None if calls is None else [STAND_IN_TOOL]
+    samples = [("changes spaces around what the policy says", " two  words \n")]
+    if thoughts.known:
+        opener = "" if thoughts.opened else "<think>"
+        samples.append(("changes spaces around thoughts, or drops them", f"{opener}one thought</think>one answer"))
+    if calls is not None and calls.written:
+        close = calls.written.replace('": ', '":').replace(", ", ",")
+        samples.append(("changes spaces in tool calls", close))
+    found = []
+    read = template.render([_QUESTION], tools)
+    for words, sampled in samples:
+        try:
+            message = message_of(template.encode(sampled))
+            if not template.render([_QUESTION, message], tools, prompt=False).startswith(read + sampled):
+                found.append(words)
+        except Unrenderable as error:
+            found.append(f"refuses the turn: {error}")
+    return found
+
+
 def _exchanges(
     message_of: Callable[[Turn], Message],
     roles: Sequence[str],

@@ -40,8 +40,8 @@ class CallReader:
 
     @property
     def is_full(self) -> bool:
-        """Whether the turn has as many calls as are read."""
-        return self._num_read >= MAX_CALLS
+        """Whether the turn has more calls than are read."""
+        return self._num_read > MAX_CALLS
 
     def text(self, text: str) -> None:
         """Add text that is no part of a call."""
@@ -65,7 +65,8 @@ class CallReader:
         """All that was collected."""
         calls, malformed = self._calls, self._malformed
         if len(calls) + len(malformed) > MAX_CALLS:
-            calls, malformed = calls[:MAX_CALLS], malformed[:MAX_CALLS]
+            calls = calls[:MAX_CALLS]
+            malformed = malformed[: MAX_CALLS - len(calls)]
             malformed.append(f"more than {MAX_CALLS} tool calls in one turn: the rest was not read")
         return Found("".join(self._texts).strip(), tuple(calls), tuple(malformed), thought)
 
@@ -73,7 +74,7 @@ class CallReader:
 def excerpt(text: str) -> str:
     """The beginning of a text in quotes, on one line."""
     line = " ".join(text[: 4 * _SHOWN].split())
-    return json.dumps(line[:_SHOWN] + ("..." if len(line) > _SHOWN or len(text) > 4 * _SHOWN else ""))
+    return f"'{line[:_SHOWN]}...'" if len(line) > _SHOWN or len(text) > 4 * _SHOWN else f"'{line}'"
 
 
 def _refuse_constant(name: str) -> NoReturn:
