@@ -211,6 +211,10 @@ def _given_tools(
         from shardproof.environments.interpreter import PythonTool
 
         tools.append(PythonTool(dict(limits)))
+    if mcp:
+        from shardproof.environments.mcp_tools import mcp_tools
+
+        tools += mcp_tools(mcp, taken={each.name for each in tools})
     return _by_name(tools)
 
 
