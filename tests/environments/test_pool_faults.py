@@ -66,6 +66,7 @@ WRONG = {
     "returns Reply('',facts={1:1})": "a fact is named 1, expected a short text",
     "returns Reply('',facts=3)": "facts is 3, expected",
     "returns [dict(role='user',content='')]*1001": "returned 1,001 messages, expected at most 1,000",
+    "returns [dict(role='user',content='',x='y'*1001)]*1000": "messages have more than 1,000,000 characters beside",
     "returns Opening('x')": "returned a value of type Opening, expected text",
     "returns (c:={'role':'user','content':''},c.update(x=c))[:1]": "it is no JSON: Circular reference detected",
 }

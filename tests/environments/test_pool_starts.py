@@ -21,7 +21,7 @@ from tests.environments.scripted import LONG_S, texts
 WRONG = """
 import os, sys, time
 from shardproof import Environment
-
+from shardproof.errors import fail
 class Raises(Environment):
     def __init__(self): raise OSError("no server there")
 class Leaves(Environment):
@@ -40,6 +40,8 @@ class Undescribed(Environment):
     tools = [{"a": {1}}]
 class Takes(Environment):
     def __init__(self, difficulty, size=1): pass
+class Named(Environment):
+    def __init__(self): raise fail("C001", "environment", "'wrong_users:Named': its dataset is not there.")
 class Other:
     pass
 number = 3
@@ -74,6 +76,7 @@ def nothing_left():
         ("Takes", {"difficulty": 1, "sizes": 2}, r"unexpected keyword argument 'sizes'. It takes: difficulty, size"),
         ("Other", {}, "makes a Other, which is no shardproof.Environment"),
         ("number", {}, "is a int, expected a class or a function"),
+        ("Named", {}, "its dataset is not there"),
         ("Raise", {}, "has no 'Raise'. Did you mean 'Raises'?"),
     ],
 )  # fmt: skip

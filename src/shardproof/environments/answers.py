@@ -29,10 +29,11 @@ def opening_of(value: object, max_chars: int) -> Opening:
     elif given.messages is not None:
         messages = _messages(given.messages, None)
     tools = None if given.tools is None else schemas(given.tools)
-    length = len(messages) if isinstance(messages, str) else len(as_json(messages))
     limit = max(MAX_OPENING_CHARS, max_chars)
-    if length > limit:
-        raise NotAnAnswer(f"it begins with {length:,} characters, expected at most {limit:,}")
+    for what, said in {"it begins": messages, "its tools are described": tools}.items():
+        length = len(said) if isinstance(said, str) else len(as_json(said))
+        if length > limit:
+            raise NotAnAnswer(f"{what} with {length:,} characters, expected at most {limit:,}")
     return Opening(messages, tools)
 
 
@@ -96,11 +97,13 @@ def _message(message: object, number: int, roles: Sequence[str] | None) -> Messa
 
 def _cut(messages: list[Message], max_chars: int) -> list[Message]:
     """The messages with at most `max_chars` characters in all; what is cut says so."""
-    left = max_chars
+    left, beside = max_chars, 0
     for message in messages:
-        beside = as_json({key: value for key, value in message.items() if key != "content"})
-        if len(beside) > max(max_chars, 1000):
-            raise NotAnAnswer(f"a message has {len(beside):,} characters beside its content")
+        beside += len(as_json({key: value for key, value in message.items() if key != "content"}))
+        if beside > MAX_OPENING_CHARS:
+            raise NotAnAnswer(
+                f"messages have more than {MAX_OPENING_CHARS:,} characters beside their content"
+            )
         content = message.get("content") or ""
         if len(content) > left:
             note = f"[cut: {len(content):,} characters, of which {left:,} are shown]"

@@ -28,6 +28,8 @@ class Factory:
             made = self.make()
         except NotAnAnswer as error:
             raise self._wrong(f"{error}.") from error
+        except ShardproofError:  # of an environment of ours, which says what is wrong
+            raise
         except (Exception, SystemExit) as error:
             raise self._wrong(f"cannot be made: {describe_error(error)}") from error
         self._kind, self.facts = type(made), self._facts(made)

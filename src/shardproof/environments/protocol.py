@@ -57,8 +57,9 @@ class Reply:
 class Environment:
     """One conversation about one data row. An object is made for each, by calling the class with `environment.options`.
 
-    Subclasses define `step`, and usually `start`; both may be `async`. Objects live in worker processes, many in each:
-    what waits (for a server, a sandbox) should be async, since a plain method keeps its worker from doing anything else.
+    Subclasses define `step`, and usually `start`; these and `close` may be `async`. Objects live in worker processes, many
+    in each: what waits (for a server, a sandbox) should be async, since a plain method keeps its worker from doing anything
+    else.
     """
 
     roles: ClassVar[Sequence[str]] = ("user",)  # of the messages that it sends
@@ -70,7 +71,8 @@ class Environment:
     def start(self, row: dict[str, Any], seed: int) -> Opening | Sequence[Message] | str | None:
         """Begin a conversation about a copy of a data row. None: with the row's prompt.
 
-        What is random should follow from `seed`, which depends on the run's seed, the step and the place in the batch.
+        What is random should follow from `seed`. It depends on the run's seed, the step and the prompt's place in the
+        batch: conversations that are compared, of one group, have the same. Evaluations have the same each time.
         """
         return None
 

@@ -195,7 +195,12 @@ class _Worker:
     def _described(self, call: _Call, error: BaseException) -> str:
         """The error in one line; how it is written is the user's code as well."""
         try:
-            text = str(error) if isinstance(error, NotAnAnswer) else self._run(call, describe_error, error)
+            if isinstance(error, ShardproofError):
+                text = error.findings[0].message
+            else:
+                text = (
+                    str(error) if isinstance(error, NotAnAnswer) else self._run(call, describe_error, error)
+                )
         except BaseException:
             text = type(error).__name__
         return " ".join(text.split())[:MAX_ERROR_CHARS].encode(errors="backslashreplace").decode()
