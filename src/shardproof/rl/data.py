@@ -14,7 +14,7 @@ import numpy as np
 from shardproof.errors import did_you_mean
 from shardproof.rl.reward_functions import row_problem
 from shardproof.rl.rows import Place, Row, read_rows, unusable
-from shardproof.rl.templates import Overdue, call_each, panics_as_errors
+from shardproof.rl.templates import Overdue, call_each, panics_as_errors, render_chat
 
 T = TypeVar("T")
 _TEMPLATE_SECONDS = 10.0  # for one prompt; real templates take a millisecond
@@ -296,16 +296,8 @@ def _render(
             "set data.chat to false and give prompts as strings, or use a tokenizer with a chat template",
         )
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    # A conversation that ends in the model's own turn is a turn to finish; a new one would follow a closed answer.
-    unfinished = messages[-1]["role"] == "assistant"
     try:
-        return tokenizer.apply_chat_template(
-            messages,
-            tools=list(tools) or None,
-            tokenize=False,
-            add_generation_prompt=not unfinished,
-            continue_final_message=unfinished,
-        )
+        return render_chat(tokenizer, messages, tools)
     except Exception as error:
         # Templates refuse conversations in their own words, with jinja's exceptions.
         raise unusable(f"{place}: the chat template rejects the prompt: {error}") from error

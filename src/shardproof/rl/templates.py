@@ -9,7 +9,7 @@ import ctypes
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -38,6 +38,27 @@ def panics_as_errors() -> Iterator[None]:
         if type(error).__module__ == "pyo3_runtime":
             raise RuntimeError(str(error)) from error
         raise
+
+
+def render_chat(
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    *,
+    prompt: bool = True,
+) -> str:
+    """The conversation as its tokenizer's chat template writes it. With `prompt` the model's next turn begins at its end."""
+    # A conversation that ends in the model's own turn is a turn to finish; a new one would follow a closed answer.
+    unfinished = prompt and messages[-1].get("role") == "assistant"
+    return str(
+        tokenizer.apply_chat_template(
+            [dict(message) for message in messages],
+            tools=list(tools) if tools else None,
+            tokenize=False,
+            add_generation_prompt=prompt and not unfinished,
+            continue_final_message=unfinished,
+        )
+    )
 
 
 def call_each(calls: Sequence[Callable[[], T]], seconds: float) -> list[T]:

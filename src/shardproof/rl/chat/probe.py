@@ -105,7 +105,9 @@ def find_respelling(
     samples = [("changes spaces around what the policy says", " two  words \n")]
     if thoughts.known:
         opener = "" if thoughts.opened else "<think>"
-        samples.append(("changes spaces around thoughts, or drops them", f"{opener}one thought</think>one answer"))
+        samples.append(
+            ("changes spaces around thoughts, or drops them", f"{opener}one thought</think>one answer")
+        )
     if calls is not None and calls.written:
         close = calls.written.replace('": ', '":').replace(", ", ",")
         samples.append(("changes spaces in tool calls", close))

@@ -7,7 +7,7 @@ from functools import cached_property, partial
 from typing import Any
 
 from shardproof.environments.protocol import Message, Schema
-from shardproof.rl.templates import Overdue, call_each, panics_as_errors
+from shardproof.rl.templates import Overdue, call_each, panics_as_errors, render_chat
 
 SECONDS = 10.0  # for one rendering; real templates take a millisecond
 Span = tuple[int, int]
@@ -31,16 +31,7 @@ class Template:
         self, messages: Sequence[Message], tools: Sequence[Schema] | None = None, *, prompt: bool = True
     ) -> str:
         """The conversation as text. With `prompt` the model's next turn begins at its end."""
-        # A conversation that ends in the model's own turn is a turn to finish; a new one would follow a closed answer.
-        unfinished = prompt and messages[-1].get("role") == "assistant"
-        call = partial(
-            self.tokenizer.apply_chat_template,
-            [dict(message) for message in messages],
-            tools=list(tools) if tools else None,
-            tokenize=False,
-            add_generation_prompt=prompt and not unfinished,
-            continue_final_message=unfinished,
-        )
+        call = partial(render_chat, self.tokenizer, messages, tools, prompt=prompt)
         try:
             (text,) = call_each([call], SECONDS)
         except Overdue as error:
@@ -50,7 +41,7 @@ class Template:
         ) as error:  # templates refuse conversations in their own words, with jinja's exceptions
             said = " ".join(str(error).split())[:300]
             raise Unrenderable(f"the chat template rejects the conversation: {said}") from error
-        return str(text)
+        return text
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
         """The text's tokens; with `special` those too that the tokenizer adds. A template writes them itself."""
