@@ -17,7 +17,14 @@ from shardproof.model.roles import POLICY
 from shardproof.model.skeleton import build_skeleton
 from shardproof.rl.algorithms.registry import check_algorithm, find_algorithm
 from shardproof.rl.conversations.conversation import Rules
-from shardproof.rl.conversations.prepare import SOURCE, environment_of, make_rules, rows_of, try_opening
+from shardproof.rl.conversations.prepare import (
+    SOURCE,
+    environment_of,
+    first_opening,
+    first_prompt,
+    make_rules,
+    rows_of,
+)
 from shardproof.rl.data import Prompt, Rows, encode_completions, encode_prompts, load_rows, sample_seed
 from shardproof.rl.reward_functions import find_reward
 from shardproof.rl.stop_ids import find_stop_ids
@@ -63,18 +70,16 @@ def check_inputs(recipe: Recipe, pool: EnvironmentPool | None = None) -> Inputs:
         ]
         rules = None
         if environment is not None:
-            rules = make_rules(
-                recipe, tokenizer, [row for some in rows for row in some], environment, context
-            )
+            number, opening = first_opening(environment, rows[0], sample_seed(recipe.train.seed, -1, 0))
+            every = [row for some in rows for row in some]
+            rules = make_rules(recipe, tokenizer, every, environment.facts, opening, context)
         prompts, held_out = [*(_encode(recipe, some, tokenizer, rules) for some in rows), []][:2]
         _require_known_tokens([*prompts, *held_out], config)
         limit = context if rules is None else rules.max_tokens
         _require_room(recipe, [*prompts, *held_out], limit)
         canary = prompts[0].tokens
-        if environment is not None and rules is not None:
-            seed = sample_seed(recipe.train.seed, -1, 0)
-            opening = try_opening(environment, rules, prompts, recipe.rollout.max_new_tokens, seed)
-            canary = canary or opening
+        if rules is not None:
+            canary = first_prompt(rules, prompts[number], opening, recipe.rollout.max_new_tokens)
     stop_ids = find_stop_ids(folder, config, tokenizer)
     return Inputs(tokenizer, config, prompts, held_out, stop_ids, canary, rules)
 
@@ -152,8 +157,7 @@ def _read_rows(recipe: Recipe, source: str, environment: EnvironmentPool | None)
 
 def _encode(recipe: Recipe, rows: Rows, tokenizer: Any, rules: Rules | None) -> list[Prompt]:
     data, tools = recipe.data, rules.tools if rules is not None else ()
-    # A model learns of its tools from the chat template alone.
-    chat = data.chat or bool(tools)
+    chat = data.chat or (rules is not None and rules.is_templated)
     prompts = encode_prompts(rows, tokenizer, data.prompt_column, chat, data.max_prompt_tokens, tools)
     is_given = not find_algorithm(recipe.algorithm.name).spec.samples
     return encode_completions(prompts, tokenizer, data.completion_column) if is_given else prompts

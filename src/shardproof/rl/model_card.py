@@ -69,7 +69,7 @@ def _summary(recipe: Recipe, facts: Mapping[str, Any], adapter: bool) -> str:
 
 def _source(path: str) -> str:
     """A model or a file as strangers may know it: of a folder of this machine no more than its last two names."""
-    known = path.startswith("hf:") or _is_on_hub(path)
+    known = path.startswith(("hf:", "environment:")) or _is_on_hub(path)
     shown = path.removeprefix("hf:") if known else "/".join(Path(path).resolve().parts[-2:])
     # A name with line breaks would be read as more of the card.
     return f"`{' '.join(shown.split()).replace('`', chr(39))}`"

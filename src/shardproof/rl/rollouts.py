@@ -15,7 +15,7 @@ from shardproof.bounds import require_number
 from shardproof.dist.collectives import raise_together
 from shardproof.findings import Finding
 from shardproof.rl.algorithms.base import Algorithm
-from shardproof.rl.conversations.measures import NAME
+from shardproof.rl.conversations.measures import NAME, last_said, with_turns
 from shardproof.rl.conversations.waves import Conversations, Start
 from shardproof.rl.data import Prompt, sample_seed
 from shardproof.rl.reward_failures import result_together
@@ -102,7 +102,10 @@ class Sampler:
         with self.lending():
             for ready in self._finished(starts, sampling, ledger):
                 scored = {place: t for place, t in ready if t.ended != "failed"}
-                samples = [(t.facts["prompt"], t.text, prompts[k].row) for k, t in scored.items()]
+                samples = [
+                    (t.facts["prompt"], last_said(t), with_turns(t, prompts[k].row))
+                    for k, t in scored.items()
+                ]
                 pending.add(samples, list(scored))
                 found |= dict(ready)
         trajectories = [found[place] for place in range(len(starts))]

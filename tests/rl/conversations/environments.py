@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from shardproof.environments.protocol import Environment, Opening, Reply, Turn
+from tests.rl.chat.templates import tool
 
 HERE = "tests.rl.conversations.environments"
 
@@ -59,6 +60,15 @@ class Forgets(Environment):
         if turn.number == 2:
             return Reply([{"role": "user", "content": "2+2="}], 1.0, fresh=True)
         return Reply("+1=", 1.0, done=turn.number == 3)
+
+
+class ForgetsAndCounts(Environment):
+    """Before its last turn the policy reads something else. Turns are rewarded by what they say."""
+
+    def step(self, turn: Turn) -> Reply:
+        said = [{"role": "user", "content": "2+2="}] if turn.number == 2 else "+1="
+        reward = sum(map(ord, turn.text)) % 7 / turn.number
+        return Reply(said, reward, done=turn.number == 3, fresh=turn.number == 2)
 
 
 class BreaksInTurnThree(Environment):
@@ -153,3 +163,20 @@ class Clock(Environment):
 
 class Mute:
     """No environment."""
+
+
+class Chats(Environment):
+    """Asks twice for more, in a chat."""
+
+    def step(self, turn: Turn) -> Reply:
+        return Reply("and then?", float(turn.number), done=turn.number == 3)
+
+
+class Weather(Environment):
+    """Has a tool, and answers every turn as if it had been called."""
+
+    roles = ("tool", "user")
+    tools = (tool(),)
+
+    def step(self, turn: Turn) -> Reply:
+        return Reply([{"role": "tool", "content": "rain"}], done=turn.number == 2)

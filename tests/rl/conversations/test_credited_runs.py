@@ -62,7 +62,7 @@ def advantages_by_turn(found: dict[str, Any]) -> list[list[float]]:
     return by_turn
 
 
-@pytest.mark.parametrize("world", ["AsksAgain", "Forgets"])
+@pytest.mark.parametrize("world", ["AsksAgain", "ForgetsAndCounts"])
 @pytest.mark.parametrize("credit", ["trajectory", "turn"])
 def test_turns_of_a_run_are_credited_by_the_rewards_that_they_had(tmp_path, world, credit):
     settings = [
@@ -76,14 +76,15 @@ def test_turns_of_a_run_are_credited_by_the_rewards_that_they_had(tmp_path, worl
     ranks = run_ranks(2, run_and_keep, recipe)
     assert comparable(ranks[0]["metrics"]) == comparable(ranks[1]["metrics"])
     assert ranks[0]["metrics"]["updates"] == 1.0
-    turns = 0
+    turns, seen = 0, set()
     for found in ranks:
         right = expected(found["trajectories"], credit, 0.5)
         for mine, wanted in zip(advantages_by_turn(found), right, strict=True):
             assert mine == pytest.approx(wanted, abs=1e-6)
             turns = max(turns, len(wanted))
-    assert turns > 1
-    if world == "Forgets":
+            seen |= {round(value, 4) for value in wanted}
+    assert turns > 1 and len(seen) > 8, "there is something to compare"
+    if world == "ForgetsAndCounts":
         assert sum(len(found["tokens"]) for found in ranks) > sum(len(f["trajectories"]) for f in ranks)
 
 

@@ -152,3 +152,19 @@ def test_rows_without_a_prompt_need_an_environment_that_brings_one(tmp_path):
     settings = [f"data.train={data}", "data.evaluation=none"]
     (metrics,) = run_ranks(1, run_recipe, recipe_with(tmp_path / "run", "Opens", *settings))
     assert metrics["environment/turns"] == 1.0
+
+
+def reads_the_conversation(prompt, completion, row):
+    """1 if the reward got the last turn, and all turns beside the row's own columns."""
+    texts = [turn["text"] for turn in row["turns"]]
+    return float(completion == texts[-1] and len(texts) == 2 + int(row["answer"]) % 2 and prompt.endswith("="))
+
+
+def test_reward_functions_read_the_last_turn_and_find_all_turns_in_the_row(tmp_path):
+    reward = f"reward.functions=[{{name='{__name__}:reads_the_conversation'}}]"
+    (found,) = run_ranks(
+        1, run_and_keep, recipe_with(tmp_path, "AsksAgain", reward, "rollout.max_new_tokens=8")
+    )
+    for t in found["trajectories"]:
+        is_whole = t["ended"] == "done"
+        assert t["reward"]["parts"][f"{__name__}:reads_the_conversation"] == is_whole

@@ -36,6 +36,7 @@ class Rules:
     """What all conversations of a run follow: their format and their limits."""
 
     format: Format
+    is_templated: bool  # it is that of a chat template, and prompts go through it too
     decode: Callable[[Sequence[int], bool], str]  # (tokens, without special ones)
     prompt_column: str
     roles: Sequence[str]  # of the environment's messages

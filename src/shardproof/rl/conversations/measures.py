@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -30,6 +30,16 @@ def with_environment(trajectory: Trajectory, scored: Reward, masks: bool) -> Rew
         parts={**scored.parts, NAME: sum(turn["reward"] for turn in turns)},
         left_out=masks and trajectory.ended in TRUNCATED,
     )
+
+
+def last_said(trajectory: Trajectory) -> str:
+    """What reward functions read: the completion, or the policy's last turn in a conversation, where its answer is."""
+    return str(trajectory.facts["turns"][-1]["text"]) if trajectory.ended else trajectory.text
+
+
+def with_turns(trajectory: Trajectory, row: Mapping[str, Any]) -> dict[str, Any]:
+    """The row with a conversation's turns, for reward functions that read more than the last; its own columns stay."""
+    return {"turns": trajectory.facts["turns"], **row} if trajectory.ended else dict(row)
 
 
 def conversation_facts(trajectories: Iterable[Trajectory]) -> list[dict[str, Any]]:

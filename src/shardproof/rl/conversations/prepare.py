@@ -7,10 +7,10 @@ from contextlib import contextmanager
 from typing import Any
 
 from shardproof.config.schema import Environment, Recipe
-from shardproof.environments.pool import EnvironmentPool, EnvironmentSpec
-from shardproof.environments.protocol import Failure, Opening, Schema
+from shardproof.environments.pool import EnvironmentFacts, EnvironmentPool, EnvironmentSpec
+from shardproof.environments.protocol import Failure, Opening
 from shardproof.environments.registry import resolve
-from shardproof.errors import fail
+from shardproof.errors import ShardproofError, fail
 from shardproof.rl.chat.format import ChatFormat, PlainFormat
 from shardproof.rl.conversations.conversation import Conversation, Rules
 from shardproof.rl.data import Prompt, Row
@@ -61,17 +61,30 @@ def rows_of(pool: EnvironmentPool | None, source: str) -> list[tuple[str, Row]]:
 
 
 def make_rules(
-    recipe: Recipe, tokenizer: Any, rows: Iterable[Row], pool: EnvironmentPool, context: int | None
+    recipe: Recipe,
+    tokenizer: Any,
+    rows: Iterable[Row],
+    facts: EnvironmentFacts,
+    opening: Opening,
+    context: int | None,
 ) -> Rules:
-    """What all conversations follow; raises R508 if the template rewrites earlier turns and the recipe refuses that."""
-    settings, facts = recipe.environment, pool.facts
+    """What all conversations follow, of which `opening` is an example.
+
+    Raises R508 if the template rewrites earlier turns and the recipe refuses that.
+    """
+    settings = recipe.environment
     assert settings is not None
-    chat = _uses_template(recipe, tokenizer, rows, facts.tools)
+    tools = facts.tools if opening.tools is None else opening.tools
+    has_messages = opening.messages is not None and not isinstance(opening.messages, str)
+    chat = _uses_template(recipe, tokenizer, rows, bool(tools), has_messages)
+    rewrites: Sequence[object] = []
     if chat:
-        found = ChatFormat.of(tokenizer, settings.tool_format)
-        rewrites = found.probe(facts.roles, bool(facts.tools)) if settings.max_turns > 1 else []
-        if rewrites and settings.on_rewrite == "refuse":
-            raise fail("R508", "data", f"{'; '.join(map(str, rewrites))}.")
+        form: ChatFormat | PlainFormat = ChatFormat.of(tokenizer, settings.tool_format)
+        rewrites = form.probe(facts.roles, bool(tools)) if settings.max_turns > 1 else []
+    else:
+        form = PlainFormat(tokenizer)
+    if rewrites and settings.on_rewrite == "refuse":
+        raise fail("R508", "data", f"{'; '.join(map(str, rewrites))}.")
     limits = [limit for limit in (settings.max_tokens, context) if limit is not None]
     end = tokenizer.eos_token_id or 0
 
@@ -80,7 +93,8 @@ def make_rules(
             return str(tokenizer.decode(tokens, skip_special_tokens=without_special))
 
     return Rules(
-        format=found if chat else PlainFormat(tokenizer),
+        format=form,
+        is_templated=chat,
         decode=decode,
         prompt_column=recipe.data.prompt_column,
         roles=facts.roles,
@@ -88,42 +102,52 @@ def make_rules(
         max_turns=settings.max_turns,
         max_tokens=min(limits, default=None),
         max_seconds=settings.max_seconds,
-        splits=chat and bool(rewrites) and settings.on_rewrite == "split",
+        splits=bool(rewrites) and settings.on_rewrite == "split",
         masks=settings.truncation == "mask",
         filler=(end, end),
         reward_weight=settings.reward_weight,
     )
 
 
-def _uses_template(recipe: Recipe, tokenizer: Any, rows: Iterable[Row], tools: Sequence[Schema]) -> bool:
-    """Whether conversations go through the chat template: with tools, or unless all prompts are plain text."""
+def _uses_template(
+    recipe: Recipe, tokenizer: Any, rows: Iterable[Row], has_tools: bool, has_messages: bool
+) -> bool:
+    """Whether conversations go through the chat template: with tools, with lists of messages, or with `data.chat`."""
     if not getattr(tokenizer, "chat_template", None):
-        if tools:
+        if has_tools:
             message = "the environment has tools, and the tokenizer has no chat template that could show them to the model."
             raise fail(
                 "C005", "data", message, fix="use a model whose tokenizer has a chat template with tools"
             )
         return False
     column = recipe.data.prompt_column
-    return bool(tools) or recipe.data.chat or not all(isinstance(row.get(column), str) for row in rows)
+    lists = any(isinstance(row.get(column), list) for row in rows)
+    return has_tools or has_messages or recipe.data.chat or lists
 
 
-def try_opening(
-    pool: EnvironmentPool, rules: Rules, prompts: Sequence[Prompt], max_new_tokens: int, seed: int
-) -> tuple[int, ...]:
-    """The tokens that a conversation about one of the first rows begins with; raises R509 if none of them can begin."""
+def first_opening(pool: EnvironmentPool, rows: Sequence[Row], seed: int) -> tuple[int, Opening]:
+    """(which of the first rows, how a conversation about it begins); raises R509 if none of them begins."""
     error = ""
-    for key, prompt in enumerate(prompts[:_TRIALS], -_TRIALS):
-        pool.open(key, prompt.row, seed)
+    for number, row in enumerate(rows[:_TRIALS]):
+        pool.open(number, row, seed)
         ((_, answer),) = pool.answers()
-        pool.release(key)
-        conversation = Conversation(prompt, seed, Trajectory.of_prompt(prompt.tokens), rules)
-        try:
-            if isinstance(answer, Opening):
-                conversation.begin(answer, max_new_tokens)
-                return conversation.current.tokens
-            error = error or (answer.error if isinstance(answer, Failure) else "start() gave a reply")
-        except Exception as problem:  # a template that rejects the messages
-            error = error or describe_error(problem)
-    message = f"the environment cannot begin a conversation about any of the first {min(len(prompts), _TRIALS)} rows: {error}."
-    raise fail("R509", "data", message, fix="repair the environment's start, or the rows that it reads")
+        pool.release(number)
+        if isinstance(answer, Opening):
+            return number, answer
+        error = error or (answer.error if isinstance(answer, Failure) else "start() gave a reply")
+    raise _cannot_begin(f"any of the first {min(len(rows), _TRIALS)} rows", error)
+
+
+def first_prompt(rules: Rules, prompt: Prompt, opening: Opening, max_new_tokens: int) -> tuple[int, ...]:
+    """The tokens that such a conversation begins with; raises R509 if they cannot be made, or leave no room for a turn."""
+    conversation = Conversation(prompt, 0, Trajectory.of_prompt(prompt.tokens), rules)
+    try:
+        conversation.begin(opening, max_new_tokens)
+    except Exception as error:  # a template that rejects the messages, or a limit
+        raise _cannot_begin("one of the first rows", describe_error(error)) from error
+    return conversation.current.tokens
+
+
+def _cannot_begin(rows: str, error: str) -> ShardproofError:
+    message = f"the environment cannot begin a conversation about {rows}: {' '.join(error.split())}."
+    return fail("R509", "data", message, fix="repair the environment's start, or the rows that it reads")
