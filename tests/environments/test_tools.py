@@ -348,8 +348,8 @@ def of_path(path: Path):
 @pytest.mark.parametrize(
     ("function", "why"),
     [
-        (nothing_said, "no docstring"),
-        (not_typed, "x is missing a type hint"),
+        (nothing_said, "it has no docstring"),
+        (not_typed, "its argument 'x' has no type"),
         (not_described, "no description for the argument 'x'"),
         (many, "its argument 'xs' cannot be given by name"),
         (of_path, "path is a Path, which a model cannot write"),

@@ -77,26 +77,26 @@ def method_tools(owner: type) -> list[Tool]:
 
 def schema_of(function: Callable[..., Any]) -> Schema:
     """The schema that transformers makes of a function's signature and docstring; C001 by name if it cannot."""
-    name = getattr(function, "__name__", None)
-    if not callable(function) or name is None:
+    if not callable(function) or not hasattr(function, "__name__"):
         raise _refused(repr(function)[:100], "it is no function")
+    name = f"{function.__module__}:{function.__qualname__}"
+    if not inspect.getdoc(function):
+        raise _refused(name, "it has no docstring")
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             raise _refused(name, f"its argument {parameter.name!r} cannot be given by name")
+        if parameter.annotation is parameter.empty and parameter.name not in ("self", "cls"):
+            raise _refused(name, f"its argument {parameter.name!r} has no type")
     try:
         from transformers.utils import chat_template_utils
     except ImportError as error:
-        message = f"tool {name!r} needs transformers to be described to the model: {error}"
-        raise fail(
-            "C001",
-            "tools",
-            message,
-            fix="pip install transformers jinja2, for the interpreter of the workers",
-        ) from error
+        message = f"{name!r} needs transformers to be described to the model: {error}."
+        fix = "pip install transformers jinja2, for the interpreter that the workers run under"
+        raise fail("C001", "tools", message, fix=fix) from error
     try:
         with _without_torch(chat_template_utils):
             schema = chat_template_utils.get_json_schema(function)
-        _refuse_classes(name, function)
+        _refuse_classes(function)
     except Exception as error:  # transformers' own kinds, and whatever evaluating annotations may raise
         raise _refused(name, describe(error)) from error
     return schema
@@ -116,7 +116,7 @@ def _without_torch(module: Any) -> Iterator[None]:
         module.is_torch_available = asked
 
 
-def _refuse_classes(name: str, function: Callable[..., Any]) -> None:
+def _refuse_classes(function: Callable[..., Any]) -> None:
     """Refuse annotations that a model cannot write: transformers describes every class that it does not know as an object."""
     for parameter, hint in typing.get_type_hints(function).items():
         if parameter in ("return", "self", "cls"):
