@@ -118,6 +118,15 @@ def choose(tab, selector: str, value: str) -> None:
     )
 
 
+def test_a_prompt_that_stands_above_is_not_repeated(tab, tmp_path):
+    folder = make_talks(tmp_path / "run", 1)
+    sample = solved(1, "2 times 3?", 2, 3)
+    write_lines(folder / "samples.jsonl", [sample | {"prompt": sample["segments"][0]["text"]}])
+    open_all(tab, write_report(folder).as_uri())
+    assert tab.text("#samples .part.prompt") == "prompt96 tokens, as shown above"
+    assert "2 times 3?" in tab.text("#samples .sample-group > .text")
+
+
 def test_the_ledger_has_a_row_for_the_trained_tokens(tab, page):
     tab.open(page)
     row = "[data-group='Trained tokens · policy']"

@@ -34,16 +34,17 @@ function turnBox(segment) {
     (segment.malformed || []).map(why => make("div", { class: "call bad" }, make("b", {}, "malformed call "), why)));
 }
 // What others wrote between two turns, in one box: the chat template's tokens stand around the environment's.
-function readBox(segments) {
+function readBox(segments, above) {
   const author = segments.some(each => each.author === "environment") ? "environment" : segments[0].author;
   const tokens = segments.reduce((sum, each) => sum + (each.tokens || 0), 0);
   const template = author === "template" ? 0 : segments.reduce((sum, each) => sum + (each.author === "template" ? each.tokens || 0 : 0), 0);
+  const isAbove = author === "prompt" && segments[0].text === above;
   const name = Object.hasOwn(AUTHORS, author) ? author : "other";
   return make("div", { class: `part ${name}` },
-    make("div", { class: "by" }, make("b", {}, AUTHORS[author] || author || "unknown"), make("small", {}, plural(tokens, "token") + (template ? `, ${template} of the template` : ""))),
-    make("div", { class: "text" }, segments.map(each => make("span", { class: `by-${Object.hasOwn(AUTHORS, each.author) ? each.author : "other"}` }, marked(each.text, each.author)))));
+    make("div", { class: "by" }, make("b", {}, AUTHORS[author] || author || "unknown"), make("small", {}, plural(tokens, "token") + (template ? `, ${template} of the template` : "") + (isAbove ? ", as shown above" : ""))),
+    isAbove ? null : make("div", { class: "text" }, segments.map(each => make("span", { class: `by-${Object.hasOwn(AUTHORS, each.author) ? each.author : "other"}` }, marked(each.text, each.author)))));
 }
-function boxes(segments) {
+function boxes(segments, above) {
   const found = [];
   let others = [], sequence;
   const flush = () => { if (others.length) found.push(readBox(others)); others = []; };
@@ -54,13 +55,13 @@ function boxes(segments) {
       sequence = segment.sequence;
     }
     if (segment.author === "policy") { flush(); found.push(turnBox(segment)); }
-    else if (segment.author === "prompt") { flush(); found.push(readBox([segment])); }
+    else if (segment.author === "prompt") { flush(); found.push(readBox([segment], above)); }
     else others.push(segment);
   }
   flush();
   return found;
 }
-function conversation(sample, bounds, key, openAtFirst) {
+function conversation(sample, prompt, bounds, key, openAtFirst) {
   const turns = sample.segments.filter(segment => segment.author === "policy"), failed = numFailed(sample);
   const calls = turns.reduce((sum, turn) => sum + (turn.calls || []).length, 0);
   const facts = [plural(turns.length, "turn"), calls ? plural(calls, "call") : null, sample.advantage !== null ? `advantage ${signed(sample.advantage)}` : null,
@@ -68,7 +69,7 @@ function conversation(sample, bounds, key, openAtFirst) {
   const summary = [rewardPill(sample.reward, bounds), make("span", { class: sample.ended === "done" || !sample.ended ? "badge" : sample.ended === "failed" ? "badge bad" : "badge warn", title: ENDINGS[sample.ended] }, sample.ended || "no ending"),
     failed ? make("span", { class: "badge bad" }, plural(failed, "failed call")) : null, make("small", {}, facts.join(" · "))];
   return make("li", { class: "conversation" }, details(key, {}, summary, () => [
-    sample.error ? make("div", { class: "text bad" }, sample.error) : null, boxes(sample.segments),
+    sample.error ? make("div", { class: "text bad" }, sample.error) : null, boxes(sample.segments, prompt),
     make("p", { class: "cut" }, `${sample.left_out ? `${sample.left_out} more segments are only in samples.jsonl. ` : ""}End: ${ENDINGS[sample.ended] || sample.ended || "not recorded"}.`),
   ].flat().filter(Boolean), openAtFirst || Boolean(state.sampleFilter.text.trim())));
 }

@@ -16,11 +16,11 @@ function groupCard(group, bounds, step) {
   const mean = known.length ? known.reduce((a, b) => a + b, 0) / known.length : null;
   const isTalk = group.samples.some(sample => sample.segments), word = isTalk ? "conversation" : "completion";
   return make("article", { class: isTalk ? "card sample-group talks" : "card sample-group" },
-    group.samples.some(sample => sample.segments && sample.segments[0].text === group.prompt) ? null : [make("h4", {}, "Prompt"), make("div", { class: "text" }, marked(group.prompt, "prompt"))],
+    make("h4", {}, "Prompt"), make("div", { class: "text" }, marked(group.prompt, "prompt")),
     group.answer !== null ? [make("h4", {}, "Expected answer"), make("div", { class: "text answer" }, group.answer)] : null,
     make("h4", {}, num < size ? `${num} of ${plural(size, word)}` : plural(num, word)),
     group.rewards.length > 1 ? make("p", { class: "group-rewards" }, make("small", {}, `rewards of the group (mean ${format(mean)}): `), group.rewards.map(value => rewardPill(value, bounds))) : null,
-    make("ol", {}, group.samples.map((sample, at) => sample.segments ? conversation(sample, bounds, `talk/${step.step}/${group.prompt}/${sample.place}`, at === 0) : completion(sample, bounds))));
+    make("ol", {}, group.samples.map((sample, at) => sample.segments ? conversation(sample, group.prompt, bounds, `talk/${step.step}/${group.prompt}/${sample.place}`, at === 0) : completion(sample, bounds))));
 }
 const stepCards = (step, bounds) => step.groups.map(group => groupCard(group, bounds, step));
 
