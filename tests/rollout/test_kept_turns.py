@@ -158,6 +158,16 @@ def test_what_a_template_rewrote_is_read_again_and_what_came_before_is_not():
     assert_same(found, plain.complete([request], replace(SAMPLING, max_new_tokens=1)))
 
 
+def test_an_entry_that_another_conversation_shares_in_part_is_there_for_both():
+    """In a game, conversations of one prompt part ways: one goes on with an entry, the other shares its beginning."""
+    kept, plain = Talk(make_model("qwen3"), KeptTurns(GIB)), Talk(make_model("qwen3"), None)
+    opening = openings([tuple((3 * at * at + 1) % 101 for at in range(60))], 1)[0]
+    (said,) = kept.complete([Request(opening, 3, True)])
+    other = Trajectory.of_prompt((*opening.tokens[:40], *((7 * at) % 101 for at in range(25))), 1, 1)
+    requests = [Request(other, 5, True), Request(said.extended(answer_to(said, 0)), 4, True)]
+    assert_same(kept.complete(requests), plain.complete(requests))
+
+
 def states(num: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.zeros(1, 1, num, 2), torch.zeros(1, 1, num, 2)
 
@@ -168,11 +178,11 @@ def test_an_entry_is_found_by_its_tokens_alone():
     store.keep(tokens, 30, states(40))
     assert store.take((*range(15), 99, *range(16, 60))) is None  # less than a chunk is the same
     found = store.take((*range(37), 99, 98))
-    assert found is not None and (found.length, found.is_last_use) == (37, True)
+    assert found is not None and found.length == 37
     assert store.take((*tokens, 1)) is None and store.nbytes == 0
     store.keep(tokens, 30, states(40))
     shared = store.take((*range(20), 99, 98))  # another conversation, which shares a prompt with it
-    assert shared is not None and (shared.length, shared.is_last_use, len(store)) == (20, False, 1)
+    assert shared is not None and (shared.length, len(store)) == (20, 1)
     whole = store.take(tokens)  # a token is left to read: its logits are asked for
     assert whole is not None and whole.length == 39
 

@@ -6,7 +6,7 @@ An entry is used only where its tokens, compared one by one, are the first token
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -46,12 +46,12 @@ class Prefix:
 
     tokens: tuple[int, ...]
     num_read: int  # of the tokens, what the turn that left them had read; it wrote the others
-    states: States | None  # None once they were used for the last time
+    states: States
     wave: int = 0
     nbytes: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.nbytes = sum(each.nbytes for each in self.states or ())
+        self.nbytes = sum(each.nbytes for each in self.states)
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,6 @@ class Found:
 
     prefix: Prefix
     length: int
-    is_last_use: bool = False  # nothing else will ask for the entry
 
 
 class KeptTurns:
@@ -107,7 +106,6 @@ class KeptTurns:
         found = self._find(tokens)
         if found is not None and found.length >= found.prefix.num_read:
             self._drop(found.prefix)
-            return replace(found, is_last_use=True)
         return found
 
     def keep(self, tokens: tuple[int, ...], num_read: int, states: States) -> bool:

@@ -35,7 +35,7 @@ class Prompts:
         for rows in self._parts():
             part = _Part(
                 [self._prompts[row] for row in rows],
-                [self._found[row] for row in rows],
+                [self._give_up(row) for row in rows],
                 self._config,
                 self._device,
             )
@@ -52,6 +52,11 @@ class Prompts:
         elif parts[0].num_kept:
             self.mask, self.columns = self._packed(parts[0].prompts), _columns(parts[0], self._longest)
         return logits[0] if len(logits) == 1 else torch.cat(logits)
+
+    def _give_up(self, row: int) -> Found | None:
+        """What was found for a row, which is then held by whoever asked alone: its memory is free once it was copied."""
+        found, self._found[row] = self._found[row], None
+        return found
 
     @property
     def _longest(self) -> int:
@@ -148,18 +153,17 @@ class _Part:
 def _padded(found: list[Found | None], width: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(keys, values), each [layers, rows, heads, width, head width], padded on the left with zeros."""
     like = next(each.prefix.states for each in found if each is not None)
-    assert like is not None
     keys, values = (
         states.new_zeros(len(states), len(found), states.shape[1], width, states.shape[3]) for states in like
     )
+    del like
     for row, each in enumerate(found):
-        if each is None:
-            continue
-        assert each.prefix.states is not None
-        for rows, states in zip((keys, values), each.prefix.states, strict=True):
-            rows[:, row, :, width - each.length :] = states[:, :, : each.length]
-        if each.is_last_use:
-            each.prefix.states = None  # its memory is free from here on
+        if each is not None:
+            for rows, states in zip((keys, values), each.prefix.states, strict=True):
+                rows[:, row, :, width - each.length :] = states[:, :, : each.length]
+        each = found[row] = (
+            None  # an entry that nobody else has found, and that is not kept, is free from here on
+        )
     return keys, values
 
 
