@@ -69,6 +69,13 @@ def test_rewrites_in_words(name, case, expected):
     assert found == [f"the chat template rewrites {each}" for each in expected]
 
 
+def test_thoughts_in_the_content_of_a_turn_that_calls():
+    shown = "{{ m.content if loop.last else m.content.split('</think>')[-1] }}{% for c in"
+    template = templates.HERMES.replace("{{ m.content }}{% for c in", shown)
+    (found,) = probe(template, TOOLS)
+    assert found.endswith('once a "tool" message follows: it drops "<think> ... </think>"')
+
+
 def test_tools_that_move_to_the_last_question_are_a_rewrite():
     found = probe(templates.INSTRUCT, BOTH)
     assert any(

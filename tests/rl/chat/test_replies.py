@@ -263,6 +263,15 @@ def test_scaffolds_that_are_kept_are_bounded(monkeypatch):
     assert "call00008" in form.template.decode(first[8], special=True)
 
 
+def test_a_template_that_wants_a_question_at_the_end():
+    wants = "{% if messages[-1].role == 'assistant' %}{{ raise_exception('no question') }}{% endif %}"
+    form = ChatFormat.of(make_tokenizer(wants + templates.CHATML))
+    assert form.probe(("user",), False) == []
+    stop = form.template.tokenizer.convert_tokens_to_ids("<|im_end|>")
+    expected = "\n<|im_start|>user\none<|im_end|>\n<|im_start|>assistant\n"
+    assert form.template.decode(flat(form.reply([user("one")], stop)), special=True) == expected
+
+
 def test_several_templates_by_name():
     """With tools, transformers takes the template named tool_use."""
     tokenizer = make_tokenizer({"default": templates.CHATML, "tool_use": templates.HERMES})

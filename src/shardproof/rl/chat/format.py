@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import groupby
 from typing import Any
 
 from shardproof.environments.protocol import Message, Schema, Turn
@@ -15,7 +15,7 @@ from shardproof.rl.chat.probe import Rewrite, find_respelling, find_rewrites
 from shardproof.rl.chat.stand_ins import BEGIN, STAND_IN_TOOL, TURN, Scaffold, build_scaffold, call_message
 from shardproof.rl.chat.template import Endless, Span, Template, Unrenderable, clean
 from shardproof.rl.chat.thoughts import ThoughtStyle, find_thoughts
-from shardproof.rollout.trajectory import Author, Segment
+from shardproof.rollout.trajectory import Segment
 
 _KEPT_SCAFFOLDS = 256  # replies with ids of their own make one each
 
@@ -99,15 +99,10 @@ class ChatFormat:
         tail = scaffold.tail(self.template.render([*scaffold.before, *messages], tools))
         tokens, spans = self._encode_tail(tail)
         contents = scaffold.contents(tail, messages)
-        authors: list[Author] = ["environment"] * len(tokens)
-        if spans is not None and contents is not None:
-            authors = [_author(span, contents) for span in spans]
+        if spans is None or contents is None:
+            contents, spans = [(0, 1)], [(0, 1)] * len(tokens)
         begin = scaffold.num_sampled(ended_with, tokens, self.template.special_tokens)
-        pairs = list(zip(authors, tokens))[begin:]
-        return [
-            Segment(tuple(token for _, token in run), author)
-            for author, run in groupby(pairs, key=lambda pair: pair[0])
-        ]
+        return list(_segments(tokens, spans, contents, begin))
 
     def turn(
         self,
@@ -197,9 +192,20 @@ class ChatFormat:
         return self.template.encode_with_spans(tail)
 
 
-def _author(span: Span, contents: Sequence[Span]) -> Author:
-    """Whose a token is: the environment's as soon as one character of its content is in it."""
-    return "environment" if any(span[0] < end and begin < span[1] for begin, end in contents) else "template"
+def _segments(
+    tokens: Sequence[int], spans: Sequence[Span], contents: Sequence[Span], place: int
+) -> Iterator[Segment]:
+    """The tokens from a place on, by author: the environment's as soon as one character of its content is in a token."""
+    for begin, end in contents:
+        first = max(bisect_right(spans, begin, key=lambda span: span[1]), place)
+        last = max(bisect_left(spans, end, key=lambda span: span[0]), first)
+        if first > place:
+            yield Segment(tuple(tokens[place:first]), "template")
+        if last > first:
+            yield Segment(tuple(tokens[first:last]), "environment")
+        place = last
+    if place < len(tokens):
+        yield Segment(tuple(tokens[place:]), "template")
 
 
 class PlainFormat:

@@ -48,6 +48,7 @@ class _Exchange:
     said: Message
     parts: tuple[str, ...]
     reply: list[Message]
+    is_simple: bool  # the turn answers or calls one tool, and not both: enough for what follows another turn
 
     @property
     def role(self) -> str:
@@ -75,8 +76,9 @@ def find_rewrites(
     found: dict[tuple[str, ...], Rewrite] = {}
     errors: dict[str, str] = {}
     rendered: set[str] = set()
-    exchanges = [list(_exchanges(message_of, roles, calls, thoughts, number)) for number in (1, 2)]
-    for opening, (first, second) in product(([_QUESTION], [_SYSTEM, _QUESTION]), list(product(*exchanges))):
+    firsts = list(_exchanges(message_of, roles, calls, thoughts, 1))
+    seconds = [each for each in _exchanges(message_of, roles, calls, thoughts, 2) if each.is_simple]
+    for opening, first, second in product(([_QUESTION], [_SYSTEM, _QUESTION]), firsts, seconds):
         try:
             rewrites = list(_rewrites(template, opening, (first, second), tools, marks))
         except Unrenderable as error:
@@ -87,8 +89,9 @@ def find_rewrites(
         for rewrite in rewrites:
             found.setdefault((rewrite.after, rewrite.where, rewrite.change[:_ALIKE]), rewrite)
     for role in roles:
-        if role in errors and role not in rendered:
-            message = f'the environment replies with "{role}" messages, and {errors[role]}.'
+        if role not in rendered:
+            reason = errors.get(role, "no conversation with them could be tried")
+            message = f'the environment replies with "{role}" messages, and {reason}.'
             fix = "use another chat template or model, or an environment with other roles"
             raise fail("C001", "rollout", message, fix=fix)
     return list(found.values())
@@ -135,7 +138,7 @@ def _exchanges(
     call = ToolCall(_TOOL, {"place": place, "days": 3})
     turns = [Turn(answer, answer)]
     if calls is not None:
-        turns.append(Turn(place, calls=(call,)))
+        turns += [Turn(place, calls=(call,)), Turn(place, calls=(call, call))]
         turns += [Turn(f"{answer}\n{place}", answer, calls=(call,))] if calls.takes_text else []
     if thoughts.known and not thoughts.closed:
         thoughtful = [
@@ -147,18 +150,20 @@ def _exchanges(
     for turn, role in product(turns, roles):
         parts = [thought] * bool(turn.thought) + [answer] * bool(turn.content) + [place] * bool(turn.calls)
         said = message_of(turn)
-        # Only a call is answered by a tool; without any, its answers are the only replies.
-        if bool(turn.calls) == (role == "tool") or calls is None:
-            yield _Exchange(said, tuple(parts), [_reply(role, number)])
-        elif turn.calls and "tool" in roles:
-            yield _Exchange(said, tuple(parts), [_reply("tool", number), _reply(role, number)])
+        # Calls are answered by tools, if the environment has that role; what is no call is not.
+        answers = [_reply("tool", number, n) for n in range(len(turn.calls)) if "tool" in roles]
+        simple = bool(turn.content) + len(turn.calls) == 1
+        if role != "tool":
+            yield _Exchange(said, tuple(parts), [*answers, _reply(role, number)], simple)
+        elif answers or calls is None:
+            yield _Exchange(said, tuple(parts), answers or [_reply(role, number)], simple)
 
 
-def _reply(role: str, number: int) -> Message:
-    content = f"{role} message number {number}"
+def _reply(role: str, number: int, place: int = 0) -> Message:
+    content = f"{role} message number {number}" + " again" * place
     if role != "tool":
         return {"role": role, "content": content}
-    return {"role": role, "name": _TOOL, "tool_call_id": "call00000", "content": content}
+    return {"role": role, "name": _TOOL, "tool_call_id": f"call{place:05d}", "content": content}
 
 
 def _rewrites(
@@ -174,7 +179,7 @@ def _rewrites(
     for exchange in exchanges:
         begin = read.rfind(messages[-1]["content"]) + len(messages[-1]["content"])
         messages.append(exchange.said)
-        finished = template.render(messages, tools, prompt=False)
+        finished = _finished(template, messages, tools)
         messages += exchange.reply
         after = template.render(messages, tools)
         for message in exchange.reply:
@@ -191,6 +196,14 @@ def _rewrites(
         elif closes := _changed_close(template, exchange.parts[-1], finished, after, marks):
             yield Rewrite(exchange.role, _TURNS, closes)
         read = after
+
+
+def _finished(template: Template, messages: list[Message], tools: list[Schema] | None) -> str:
+    """The conversation with the policy's turn as its last message; empty if the template wants a question there."""
+    try:
+        return template.render(messages, tools, prompt=False)
+    except Unrenderable:
+        return ""
 
 
 def _changed_close(

@@ -7,7 +7,7 @@ of a reply does not grow with the conversation.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 
@@ -104,16 +104,15 @@ class Scaffold:
         return next((n + 1 for n, token in enumerate(self.end) if token in special), 0)
 
 
-def _written_forms(content: object) -> list[str]:
+def _written_forms(content: object) -> Iterator[str]:
     """The ways in which templates write a content: as it is, trimmed, or as a JSON string."""
     if not isinstance(content, str):
-        return []
-    escaped = [
-        json.dumps(text, ensure_ascii=ascii)[1:-1]
-        for text in (content, content.strip())
-        for ascii in (False, True)
-    ]
-    return [content, content.strip(), content.lstrip(), content.rstrip(), *escaped]
+        return
+    texts = (content, content.strip(), content.lstrip(), content.rstrip())
+    yield from texts
+    for text in texts[:2]:
+        for ascii_only in (False, True):
+            yield json.dumps(text, ensure_ascii=ascii_only)[1:-1]
 
 
 def build_scaffold(
@@ -172,7 +171,10 @@ def _scaffold(
     tools: Sequence[Schema],
 ) -> Scaffold:
     scaffold = Scaffold(before, mark, closer, (), ())
-    end = template.encode(scaffold.tail(template.render(before, tools, prompt=False)))
+    try:
+        end = template.encode(scaffold.tail(template.render(before, tools, prompt=False)))
+    except Unrenderable:  # a template may want that a conversation ends with a question
+        end = []
     tail = scaffold.tail(template.render([*before, *marked], tools))
     pieces = []
     for n, message in enumerate(marked):

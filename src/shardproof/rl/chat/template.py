@@ -57,8 +57,7 @@ class Template:
         except Exception as error:  # a tokenizer is made of untrusted files too
             said = f"{type(error).__name__}: {str(error)[:300]}"
             raise Unrenderable(f"the tokenizer fails on the conversation: {said}") from error
-        ids = [int(token) for token in found["input_ids"]]
-        return ids, [(int(a), int(b)) for a, b in found["offset_mapping"]] if told else None
+        return list(found["input_ids"]), list(found["offset_mapping"]) if told else None
 
     def decode(self, tokens: Sequence[int], *, special: bool) -> str:
         """The text of tokens, with special tokens or without them."""
