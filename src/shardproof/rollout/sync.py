@@ -197,7 +197,8 @@ class Delivery:
         self.verify_canary(payload, deadline)
 
     def verify_canary(self, payload: Delivered, deadline: Deadline) -> None:
-        """See that the engine computes what the trainer computes."""
+        """See that nothing is left of older weights, and that the engine computes what the trainer computes."""
+        self._empty_cache(deadline)
         self.server.client.post("/resume", None, deadline)
         started = time.perf_counter()
         said = self.ask_canary(payload, deadline)
@@ -238,6 +239,21 @@ class Delivery:
         return [
             float(row[str(token)]["logprob"]) for token, row in zip(self.canary[1:], rows[1:], strict=True)
         ]
+
+    def _empty_cache(self, deadline: Deadline) -> None:
+        """Have the server forget keys and values of prompts: older weights computed them.
+
+        To pause does that too, by a default that is deprecated. The canary would not notice: vLLM computes log-probs of
+        prompts without the cache.
+        """
+        said = self.server.client.post("/reset_prefix_cache?reset_external=true", None, deadline)
+        if not isinstance(said, dict) or said.get("success") is not True:
+            message = (
+                f"the server at {self.server.client.url} did not empty its prefix cache ({said!r}): it would answer "
+                "from keys and values of older weights."
+            )
+            fix = "restart the server, or start it with --no-enable-prefix-caching"
+            raise fail("R503", "sync", message, fix=fix)
 
     def _facts(self, deadline: Deadline) -> dict[str, Any]:
         try:

@@ -42,7 +42,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def shared_server(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
     """A server of the tied model on loopback that was there before any run, with the checkpoint's weights in it."""
     log = tmp_path_factory.mktemp("server") / "log"
-    settings = VllmSettings(mode="server", max_model_len=128, args=["--load-format", "auto"], log=str(log))
+    # Blocks as short as the tests' prompts, so that some are cached.
+    args = ["--load-format", "auto", "--block-size", "32"]
+    settings = VllmSettings(mode="server", max_model_len=128, args=args, log=str(log))
     server = VllmServer(settings, Served(Path(models["tied"]), "float32", "cpu"))
     try:
         server.ensure_up()
