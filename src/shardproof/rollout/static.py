@@ -195,21 +195,23 @@ class FixedDecoder:
 
     def _loop(self, started: Prefilled, seeds: list[int], sampling: Sampling, grows: bool) -> _Loop:
         """The memory and the step for such a batch: one of the last few, or a new one."""
-        rows = len(seeds)
-        length = fixed_length(started.length + sampling.max_new_tokens, grows)
+        rows, needed = len(seeds), started.length + sampling.max_new_tokens
+        length = fixed_length(needed, grows)
+        if grows:
+            # One cache for all turns, as long as the longest so far. A shorter one would hold memory for nothing.
+            same = [key for key in self._loops if (key[0], key[2]) == (rows, sampling)]
+            length = max([length, *(key[1] for key in same)])
+            for key in same:
+                if key[1] < length:
+                    del self._loops[key]
         key = (rows, length, sampling)
         loop = self._loops.pop(key, None)
         if loop is None:
-            while len(self._loops) >= _KEPT and not (grows and self._is_small(rows * length)):
+            while len(self._loops) >= _KEPT:
                 self._loops.pop(next(iter(self._loops)))
             loop = self._make_loop(started, seeds, length, sampling)
         self._loops[key] = loop
         return loop
-
-    def _is_small(self, size: int) -> bool:
-        """Whether all caches, with one more of a size, are no larger than the largest would be `_KEPT` times."""
-        sizes = [rows * length for rows, length, _ in self._loops] + [size]
-        return sum(sizes) <= _KEPT * max(sizes)
 
     def _make_loop(self, started: Prefilled, seeds: list[int], length: int, sampling: Sampling) -> _Loop:
         """With the fastest step and the fastest draw that were shown to compute what the plain ones compute."""
