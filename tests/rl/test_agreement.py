@@ -107,6 +107,18 @@ def test_sources_of_users_algorithms_are_part_of_what_ranks_compare():
     assert found[f"extensions/source of the algorithm {name}"] == hashlib.sha256(source).hexdigest()[:12]
 
 
+def test_sources_of_environments_are_compared_without_importing_them(tmp_path, monkeypatch):
+    (tmp_path / "games").mkdir()
+    (tmp_path / "games" / "__init__.py").write_text("raise RuntimeError('imported')")
+    (tmp_path / "games" / "chess.py").write_text("raise RuntimeError('imported')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    functions = 'environment.tools.functions=["games.chess:move", "games.absent:move"]'
+    found = agreement.identity(load_recipe(TINY, [functions]), Inputs(None, None, [], [], ()))
+    source = hashlib.sha256(b"raise RuntimeError('imported')").hexdigest()[:12]
+    assert found["extensions/source of the environment games.chess:move"] == source
+    assert found["extensions/source of the environment games.absent:move"] == "no source file"
+
+
 def run_with_code(recipe: str, package: Path) -> dict[str, float]:
     """A run in which rank 1 has another package."""
     with pytest.MonkeyPatch.context() as patch:

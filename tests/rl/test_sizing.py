@@ -15,7 +15,7 @@ from shardproof.rl import loop
 from shardproof.rl.experience import Scorers
 from shardproof.rl.rollouts import Sampler
 from shardproof.rl.sizing.live import LiveBytes
-from shardproof.rl.sizing.recipe import Machine, estimate_run
+from shardproof.rl.sizing.recipe import Machine, conversation_lengths, estimate_run
 from shardproof.shard.offload import optimizer_tensors
 from shardproof.shard.torch_private import local_tensor
 from shardproof.train.trainer import Trainer
@@ -150,3 +150,16 @@ def test_a_run_holds_what_is_estimated(tmp_path, model_type, sizes, overrides):
             # Micro-batches are never quite full, so that more is estimated than is there, seldom less.
             ratio = phase.device_bytes / peaks[phase.name]
             assert 0.9 <= ratio <= 1.25, (phase, peaks[phase.name])
+
+
+def test_conversations_are_as_long_as_their_limit_says(tmp_path):
+    """Without a limit, a prompt and all turns; the model's context bounds both. Prompts alone need no environment."""
+    own = "environment.name=my_module:Game"
+    for settings, longest in (
+        ([], 7),
+        ([own, "environment.max_turns=3"], 7 + 2 * 4),
+        ([own, "environment.max_tokens=40"], 40 - 4),
+        ([own, "environment.max_tokens=100000"], 64 - 4),
+    ):
+        recipe = from_json(small_recipe(tmp_path, *settings))
+        assert max(conversation_lengths(recipe, [5, 7])) == longest

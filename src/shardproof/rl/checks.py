@@ -45,7 +45,7 @@ class Inputs:
     prompts: list[Prompt]
     held_out: list[Prompt]
     stop_ids: tuple[int, ...]  # tokens that end a completion
-    canary: tuple[int, ...]  # a prompt on which engine and trainer are compared
+    canary: tuple[int, ...] = ()  # a prompt on which engine and trainer are compared
     rules: Rules | None = None  # of conversations with an environment
 
 

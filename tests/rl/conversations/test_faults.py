@@ -137,6 +137,19 @@ def test_a_reply_that_leaves_no_room_for_a_turn_ends_the_conversation(tmp_path):
         assert t["reward"]["parts"]["environment"] == 0.5
 
 
+def test_an_environment_without_time_left_ends_its_conversation_and_did_not_fail(tmp_path):
+    settings = [rows_of(tmp_path, [0, 1]), "environment.max_seconds=0.5", "train.prompts_per_step=2"]
+    (found,) = run_ranks(
+        1, run_and_keep, recipe_with(tmp_path / "run", "Hangs", *settings, "rollout.group_size=2")
+    )
+    assert {(t["facts"]["answer"], t["ended"]) for t in found["trajectories"]} == {
+        ("0", "done"),
+        ("1", "time"),
+    }
+    assert found["metrics"]["environment/failed"] == 0.0 and found["metrics"]["environment/truncated"] == 0.5
+    assert all(any(mask) for mask in found["masks"])
+
+
 def test_a_prompt_that_does_not_fit_a_conversation_is_refused(tmp_path):
     recipe = small_recipe(tmp_path, f"environment.name={HERE}:NeverEnds", "environment.max_tokens=8")
     with pytest.raises(ShardproofError, match=r"does not fit environment\.max_tokens=8"):

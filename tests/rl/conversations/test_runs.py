@@ -106,8 +106,9 @@ def test_a_resumed_run_ends_as_an_uninterrupted_one(tmp_path):
         (2, ["model.strategy=fsdp1"]),
         (2, ["model.lora={r=2}", "algorithm.kl_coef=0.01"]),
         (2, ["algorithm.name=ppo", "algorithm.updates_per_batch=2"]),
+        (2, ["algorithm.name=dapo", "train.prompts_per_step=2", f"environment.name={HERE}:AsksAgain"]),
     ],
-    ids=["fsdp1", "lora", "ppo"],
+    ids=["fsdp1", "lora", "ppo", "dapo"],
 )
 def test_conversations_train_in_every_layout(tmp_path, num_ranks, settings):
     first, second = run_ranks(num_ranks, run_and_keep, recipe_with(tmp_path, "Forgets", *settings))
@@ -157,7 +158,9 @@ def test_rows_without_a_prompt_need_an_environment_that_brings_one(tmp_path):
 def reads_the_conversation(prompt, completion, row):
     """1 if the reward got the last turn, and all turns beside the row's own columns."""
     texts = [turn["text"] for turn in row["turns"]]
-    return float(completion == texts[-1] and len(texts) == 2 + int(row["answer"]) % 2 and prompt.endswith("="))
+    return float(
+        completion == texts[-1] and len(texts) == 2 + int(row["answer"]) % 2 and prompt.endswith("=")
+    )
 
 
 def test_reward_functions_read_the_last_turn_and_find_all_turns_in_the_row(tmp_path):

@@ -75,7 +75,6 @@ class Conversations:
         """
         batch = _Batch(self, engine, sampling.max_new_tokens, starts)
         try:
-            batch.open()
             while True:
                 over, num_going = batch.settle()
                 yield over
@@ -102,14 +101,9 @@ class _Batch:
         self._pool = common.pool if common.leader == dist.get_rank() else None
         self._starts = starts
         self.going = {place: _begun(start, common.rules) for place, start in enumerate(starts)}
-        self._keys = {place: next(common.keys) for place in self.going}
+        self._keys: dict[int, int] = {}  # of open conversations in the pool
+        self._unopened = list(enumerate(starts)) if self._pool is not None else []
         self._broken: dict[int, str] = {}  # turns that cannot be read, and why
-
-    def open(self) -> None:
-        """Ask the environment for every conversation's beginning."""
-        if self._pool is not None:
-            for place, start in enumerate(self._starts):
-                self._pool.open(self._keys[place], start.prompt.row, start.environment_seed)
 
     def take(self, place: int, trajectory: Trajectory) -> None:
         """Take a turn of the policy, and ask the environment for its reply."""
@@ -125,9 +119,9 @@ class _Batch:
             )
 
     def settle(self) -> tuple[list[tuple[int, Trajectory]], int]:
-        """([(place, trajectory)] of what is over now, how many conversations of all ranks go on), once all replies came.
+        """([(place, trajectory)] of what is over now, how many conversations of all ranks go on), once all answers came.
 
-        Collective: every rank.
+        The first time, these are the environment's openings. Collective: every rank.
         """
         found = self._answers()
         with together("rollout") as message:
@@ -145,9 +139,9 @@ class _Batch:
 
     def release(self, places: Iterable[int]) -> None:
         """Let the environment give up what these conversations hold."""
-        if self._pool is not None:
-            for place in places:
-                self._pool.release(self._keys[place])
+        for key in (self._keys.pop(place, None) for place in places):
+            if self._pool is not None and key is not None:
+                self._pool.release(key)
 
     def _answers(self) -> dict[int, tuple[Answer, float]]:
         """The environment's answer to every conversation that goes on, and its time so far. Collective: every rank."""
@@ -155,7 +149,8 @@ class _Batch:
         found: dict[int, tuple[Answer, float]] = {}
         with together("rollout") as message:
             if self._pool is not None:
-                places = {self._keys[place]: place for place in self.going}
+                self._open(self._pool)
+                places = {key: place for place, key in self._keys.items()}
                 for key, answer in self._pool.answers():
                     found[places[key]] = answer, self._pool.seconds(key)
                 if self._common.is_shared:
@@ -168,6 +163,14 @@ class _Batch:
         self._broken.clear()
         self._common.waited_s += time.perf_counter() - started
         return found
+
+    def _open(self, pool: EnvironmentPool) -> None:
+        """Ask for every conversation's opening that was not asked for yet."""
+        for place, start in self._unopened:
+            key = next(self._common.keys)
+            pool.open(key, start.prompt.row, start.environment_seed)
+            self._keys[place] = key
+        self._unopened = []
 
     def _apply(self, conversation: Conversation, answer: Answer) -> None:
         """Take one answer; what cannot become tokens ends its conversation, and no other."""
