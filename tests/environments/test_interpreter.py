@@ -380,6 +380,12 @@ def test_limits_that_cannot_be_kept_are_refused_at_the_start(monkeypatch, lackin
 
 
 @pytest.mark.fault
+def test_memory_that_python_itself_cannot_start_in_is_refused():
+    with pytest.raises(sp.ConfigError, match=r"environment\.tools\.python\.memory_mb=1 is too little"):
+        PythonTool({"memory_mb": 1})
+
+
+@pytest.mark.fault
 def test_code_never_runs_without_its_limits(monkeypatch):
     box = Sandbox(Limits(**PATIENT))
     monkeypatch.setattr(box, "_filter", b"\xff" * 16)

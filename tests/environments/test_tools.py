@@ -205,6 +205,17 @@ def test_calls_that_do_not_fit_are_answered_with_what_is_wrong(tools, name, argu
     assert {key: value for key, value in reply.facts.items() if value} == {"calls": 2, counted: 1}
 
 
+@pytest.mark.fault
+def test_whatever_a_policy_makes_up_is_answered_with_text_that_can_be_encoded(tools):
+    odd = "\ud800" * 1000
+    calls = (
+        sp.ToolCall(odd, {odd: odd}, id=odd),
+        sp.ToolCall("search", {"query": 1, odd: odd, "order": odd}),
+    )
+    reply = asyncio.run(tools.step(sp.Turn(odd, calls=calls, malformed=(odd,))))
+    assert len(json.dumps(reply.messages, ensure_ascii=False).encode()) < 40_000 and len(reply.messages) == 3
+
+
 def test_malformed_calls_are_answered_with_how_a_call_looks(tools):
     reply = take(tools, malformed=("the call is not valid JSON", "it has no name"))
     assert len(reply.messages) == 2 and not reply.done and reply.facts["malformed_calls"] == 2

@@ -97,6 +97,11 @@ class Sandbox:
         said = done.stdout.decode(errors="replace").strip()
         if done.returncode == FAILED:
             raise _unavailable(said)
+        if "MemoryError" in said or done.returncode in (-signal.SIGSEGV, -signal.SIGABRT):
+            message = (
+                f"environment.tools.python.memory_mb={self.limits.memory_mb} is too little for Python itself."
+            )
+            raise fail("C001", "tools", message, fix="raise it: the default is 512")
         if done.returncode or said != "held":
             raise _unavailable(f"{said[-500:] or 'its trial said nothing'} (exit status {done.returncode})")
 

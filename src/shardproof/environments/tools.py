@@ -94,14 +94,14 @@ class ToolEnvironment(Environment):
             messages.append(
                 {
                     "role": "tool",
-                    "name": call.name,
-                    "tool_call_id": call.id or f"t{turn.number:04d}c{place:03d}",
-                    "content": bounded(content, self.max_result_chars),
+                    "name": _short(call.name),
+                    "tool_call_id": _short(call.id) or f"t{turn.number:04d}c{place:03d}",
+                    "content": well_formed(bounded(content, self.max_result_chars)),
                 }
             )
         for place, why in enumerate(turn.malformed[: self.max_calls], start=len(turn.calls)):
             identity = f"t{turn.number:04d}c{place:03d}"
-            content = bounded(f"Error: {why.rstrip('.')}.{self._how()}", self.max_result_chars)
+            content = well_formed(bounded(f"Error: {why.rstrip('.')}.{self._how()}", self.max_result_chars))
             messages.append({"role": "tool", "name": "error", "tool_call_id": identity, "content": content})
         tally.malformed_calls += len(turn.malformed)
         return messages
@@ -112,8 +112,7 @@ class ToolEnvironment(Environment):
         if (tool := tools.get(call.name)) is None:
             tally.unknown_tools += 1
             known = ", ".join(tools) or "none"
-            name = well_formed(call.name[:100])
-            return f"Error: there is no tool {name!r}. Tools: {known}.{did_you_mean(call.name, tools)}"
+            return f"Error: there is no tool {_short(call.name)!r}. Tools: {known}.{did_you_mean(call.name, tools)}"
         if wrong := problems(tool.parameters, call.arguments):
             tally.malformed_calls += 1
             takes = json.dumps(tool.parameters.get("properties", {}), ensure_ascii=False)
@@ -143,6 +142,11 @@ class ToolEnvironment(Environment):
             arguments = json.dumps(example(each.parameters), ensure_ascii=False)
             return f" A call names a tool and gives its arguments, for example {each.name} with {arguments}."
         return " There are no tools."
+
+
+def _short(name: str) -> str:
+    """A name that the policy made up, as it may be repeated."""
+    return well_formed(name[:100])
 
 
 def _content(reply: Reply) -> str:
