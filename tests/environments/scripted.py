@@ -184,6 +184,13 @@ class BadClose(Plain):
                 os._exit(1)
 
 
+class NeverAsked(Environment):
+    """Its worker dies when it is asked something, before any call begins."""
+    def __init__(self):
+        import pickle
+        pickle.loads = lambda message: os._exit(11)
+
+
 class InterruptsRank(Environment):
     def __init__(self):
         os.kill(os.getppid(), signal.SIGINT)
@@ -192,6 +199,13 @@ class InterruptsRank(Environment):
 
 class Bare(Environment):
     pass
+
+
+ONLY = Plain()
+
+
+def make_one():
+    return ONLY
 
 
 def make(**options):

@@ -205,6 +205,13 @@ def test_a_worker_that_cannot_start_again_ends_the_run_by_name(users):
         assert caught.value.code == "R509"
 
 
+def test_workers_that_always_die_before_they_are_asked_end_the_run_by_name():
+    with pool_of("NeverAsked") as pool:
+        pool.open(0, {}, 0)
+        with pytest.raises(RolloutFault, match=r"R509.*one after another.*\(exit code 11\)"):
+            list(pool.answers())
+
+
 def test_an_interrupt_ends_the_wait_and_the_workers():
     with pytest.raises(KeyboardInterrupt), pool_of("Async", num_workers=2) as pool:
         open_all(pool, *"abc")

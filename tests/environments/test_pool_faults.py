@@ -112,6 +112,9 @@ def test_a_beginning_that_is_none_is_named():
         found = dict(pool.answers())
         pool.open(9, {"name": "x", "unsent": lambda: None}, 0)
         ((_, unsent),) = pool.answers()
+    with pool_of("make_one") as pool:
+        (shared,) = open_all(pool, "a").values()
+    assert shared.error == "start: makes the same object again; each conversation needs one of its own"
     assert found[0].error.startswith("start: ValueError")
     assert found[1].error == "start: it begins with 10,000,000 characters, expected at most 1,000,000"
     assert found[2].error == "start: its worker process died (exit code 7)"

@@ -22,7 +22,7 @@ from shardproof.environments.protocol import Answer, Failure, Opening, Reply
 from shardproof.environments.spec import LEAVE_S, START_S, EnvironmentFacts, EnvironmentSpec
 from shardproof.errors import fail
 
-_STARTS = 3  # that may fail one after another
+_STARTS = 4  # per worker that may be in vain, one after another
 _LOOK_S = 0.5  # how often processes are looked at: a fork of a dead worker may keep its connection open
 
 
@@ -41,6 +41,7 @@ class Dispatcher:
         self._homeless: deque[Conversation] = deque()  # that wait for a worker
         self._numbers = itertools.count(1)
         self._told, self._failed_starts = False, 0
+        self._losses = 0  # of workers one after another, with nobody to blame and no answer in between
         self._split = ""  # whose rows were asked for
 
     def fill(self) -> None:
@@ -119,7 +120,9 @@ class Dispatcher:
     def _take(self, link: Link, call: Call, message: dict[str, Any]) -> None:
         if call.kind == "make":
             self._take_facts(link, message)
-        elif call.kind == "rows":
+            return
+        self._losses = 0
+        if call.kind == "rows":
             self._tell(self._rows_of(message))
         elif call.conversation is not None and call.kind != "close" and not call.conversation.over:
             self._take_answer(call.conversation, call, message)
@@ -237,16 +240,20 @@ class Dispatcher:
 
         `problem`: what the call did; None: its worker died; empty: it did not answer.
         """
-        blamed = link.current
+        suspects = link.suspects
+        blamed = suspects[0] if len(suspects) == 1 else None
         how = link.end(1.0 if problem is None else 0.0)
         died = f"its worker process died ({how})"
         self._links.remove(link)
         if not link.ready:
             self._failed_starts += 1
             # One that started before may start again: memory was short, or somebody ended it.
-            if self._facts is None or self._failed_starts >= _STARTS:
+            if self._facts is None or self._failed_starts >= _STARTS * self._spec.num_workers:
                 raise self._not_started(died if problem is None else problem or f"no answer in {START_S:g} s")
-        in_progress = set(link.calls.values())
+        self._losses = 0 if suspects else self._losses + 1
+        if self._losses >= _STARTS * self._spec.num_workers:
+            message = f"the workers of environment {self._spec.name!r} die one after another while no call runs ({how})."
+            raise fail("R509", "environment", message, fix="look for threads and signals of its modules")
         interrupted = [*link.calls.values(), *link.waiting]
         failure = None if blamed is None else self._failure(blamed, problem, died)
         for conversation in link.conversations:
@@ -260,7 +267,7 @@ class Dispatcher:
             elif failure is not None and call is blamed:
                 self._give_up(call.conversation, failure)
             else:
-                call.conversation.suspect |= blamed is None and call in in_progress
+                call.conversation.suspect |= blamed is None and call in suspects
                 self._advance(call.conversation)
 
     def _failure(self, call: Call, problem: str | None, died: str) -> Failure | None:

@@ -22,6 +22,7 @@ class Factory:
     def __init__(self, name: str, options: Mapping[str, Any], timeout_s: float, max_reply_chars: int):
         self.name, self.max_reply_chars = name, max_reply_chars
         self._options, self._timeout_s = options, timeout_s
+        self._first: Environment | None = None  # tried out, and closed
         self._call = import_named("environment", name)
         self._require_options()
         try:
@@ -32,7 +33,7 @@ class Factory:
             raise
         except (Exception, SystemExit) as error:
             raise self._wrong(f"cannot be made: {describe_error(error)}") from error
-        self._kind, self.facts = type(made), self._facts(made)
+        self._first, self.facts = made, self._facts(made)
         _close(made)
 
     def make(self) -> Environment:
@@ -40,12 +41,15 @@ class Factory:
         made = self._call(**deepcopy(dict(self._options)))
         if not isinstance(made, Environment):
             raise NotAnAnswer(f"makes a {type(made).__name__}, which is no shardproof.Environment")
+        if made is self._first:
+            raise NotAnAnswer("makes the same object again; each conversation needs one of its own")
         made.timeout_s = self._timeout_s
         return made
 
     def rows(self, split: str) -> list[dict[str, Any]]:
         """The data rows of a split."""
-        rows = list(self._kind.rows(split, **deepcopy(dict(self._options))))
+        assert self._first is not None
+        rows = list(self._first.rows(split, **deepcopy(dict(self._options))))
         if not all(isinstance(row, dict) for row in rows):
             raise NotAnAnswer("a row is not a dict")
         return rows

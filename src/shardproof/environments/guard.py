@@ -1,4 +1,4 @@
-"""The deadline of the code that a worker's main thread is in, and a note of whose code that is."""
+"""The deadline of the code that a worker's main thread is in, and a note for the rank of whose code that is."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from typing import Any
 
 from shardproof.user_code import end_fork_of
 
-NOTE_BYTES = 8
-_NOTE = struct.Struct("!q")
+NOTE_BYTES = 16
+_NOTE = struct.Struct("!qq")  # the call whose code runs, or 0; the last call that was begun
 _SIGNAL = signal.SIGVTALRM  # not SIGALRM, which libraries use for time limits of their own
 _LOOK_S, _AGAIN_S = 0.05, 1.0
 
@@ -25,9 +25,13 @@ class TooLong(BaseException):
     """A call took longer than it may. Not an Exception, which users' code catches and goes on."""
 
 
-def read_note(note: int) -> int:
-    """The call that a worker's main thread is in, or was in when it died; 0 for none. `note` is the open file."""
-    return _NOTE.unpack(os.pread(note, NOTE_BYTES, 0))[0]
+def read_note(note: int) -> tuple[int, int]:
+    """(the call that a worker's main thread is in, or was in when it died, or 0; the last that it began).
+
+    `note` is the open file.
+    """
+    running, begun = _NOTE.unpack(os.pread(note, NOTE_BYTES, 0))
+    return running, begun
 
 
 class Guard:
@@ -41,13 +45,15 @@ class Guard:
         self._note = mmap.mmap(note, NOTE_BYTES)
         self._process, self._main = os.getpid(), threading.get_ident()
         self._until = math.inf
+        self._begun = 0
         self.spent_s = 0.0  # in all code that was run
         signal.signal(_SIGNAL, self._raise)
         threading.Thread(target=self._watch, daemon=True).start()
 
     def run(self, call: int, limit_s: float, function: Callable[..., Any], *arguments: Any) -> Any:
         """What the function returns; TooLong once it has taken `limit_s` seconds."""
-        _NOTE.pack_into(self._note, 0, call)
+        self._begun = max(self._begun, call)
+        _NOTE.pack_into(self._note, 0, call, self._begun)
         started = time.monotonic()
         try:
             try:
@@ -61,7 +67,7 @@ class Guard:
         finally:
             end_fork_of(self._process)
             self.spent_s += time.monotonic() - started
-            _NOTE.pack_into(self._note, 0, 0)
+            _NOTE.pack_into(self._note, 0, 0, self._begun)
 
     def _watch(self) -> None:
         while True:

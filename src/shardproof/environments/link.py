@@ -101,11 +101,12 @@ class Link:
         return self._heard + max(self._spec.timeout_s + MARGIN_S, START_S if self._long else 0.0)
 
     @property
-    def current(self) -> Call | None:
-        """The call whose code the worker is in, or was in when it ended: the one to blame."""
-        if len(self.calls) == 1:
-            return next(iter(self.calls.values()))
-        return self.calls.get(read_note(self._note))
+    def suspects(self) -> list[Call]:
+        """Who may have cost the worker: the call whose code it was in, or else all that it had begun and not answered."""
+        running, begun = read_note(self._note)
+        if running in self.calls:
+            return [self.calls[running]]
+        return [call for call in self.calls.values() if call.number <= begun]
 
     def submit(self, call: Call) -> None:
         """Have the worker asked as soon as it may be."""

@@ -194,15 +194,15 @@ class _Worker:
 
     def _described(self, call: _Call, error: BaseException) -> str:
         """The error in one line; how it is written is the user's code as well."""
-        try:
-            if isinstance(error, ShardproofError):
-                text = error.findings[0].message
-            else:
-                text = (
-                    str(error) if isinstance(error, NotAnAnswer) else self._run(call, describe_error, error)
-                )
-        except BaseException:
-            text = type(error).__name__
+        if isinstance(error, ShardproofError):
+            text = error.findings[0].message
+        elif isinstance(error, NotAnAnswer):
+            text = str(error)
+        else:
+            try:
+                text = self._run(call, describe_error, error)
+            except BaseException:
+                text = type(error).__name__
         return " ".join(text.split())[:MAX_ERROR_CHARS].encode(errors="backslashreplace").decode()
 
     def _answer(self, call: _Call, said: str, kind: str = "value") -> None:
