@@ -6,12 +6,13 @@ A script plays the engine: it says given tokens, and the ledger records them as 
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 
 import shardproof as sp
 from shardproof.config.load import parse_recipe
+from shardproof.environments.protocol import Opening
+from shardproof.environments.spec import EnvironmentFacts
 from shardproof.errors import ShardproofError
 from shardproof.rl.batches import make_batch
 from shardproof.rl.chat.format import ChatFormat
@@ -155,8 +156,7 @@ def rules_for(tokenizer, on_rewrite: str):
         },
         "recipe.toml",
     )
-    pool = SimpleNamespace(facts=SimpleNamespace(roles=("user",), tools=(), replayable=True))
-    return make_rules(recipe, tokenizer, [], pool, None)
+    return make_rules(recipe, tokenizer, [], EnvironmentFacts(("user",), (), True), Opening(), None)
 
 
 def by_differences(form: ChatFormat, messages) -> list[tuple[str, str]]:
