@@ -127,7 +127,7 @@ def test_a_broken_promise_is_named_on_every_rank(tmp_path, setting, said):
         ("algorithm.name={}:CriticWithoutLoss", "value_loss is a NoneType; expected a shardproof.Loss"),
         (
             "environment.name={}:NeedsAnArgument",
-            "cannot be created: TypeError: NeedsAnArgument.__init__() missing",
+            "does not fit environment.options: missing",
         ),
     ],
 )

@@ -417,7 +417,8 @@ def converse_with_the_embedded_engine(folder: str) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(decode, "draw", tapped)
         for number in range(3):
-            requests = [Request(t, 100 * number + k) for k, t in enumerate(said)]
+            # Keys and values are kept between the turns.
+            requests = [Request(t, 100 * number + k, number < 2) for k, t in enumerate(said)]
             said = generate(engine, requests, Sampling(6, stop_ids=(7, 9)), ledger)
             if number < 2:
                 said = [t.extended(Segment((11, 12), "environment")) for t in said]
