@@ -86,7 +86,7 @@ def test_tools_that_move_to_the_last_question_are_a_rewrite():
 def test_an_id_that_only_earlier_calls_have_is_a_rewrite():
     added = """arguments | tojson }}{% if m != messages[-1] %}, "id": "{{ c.id }}"{% endif %}}"""
     (found,) = probe(templates.HERMES.replace("arguments | tojson }}}", added), TOOLS)
-    assert 'once a "tool" message follows: it writes "...", "days": 3}, "id": "call00000"}' in found
+    assert 'once a "tool" message follows: it writes "...", "days": 3}, "id": "t0001c000"}' in found
 
 
 @pytest.mark.parametrize(

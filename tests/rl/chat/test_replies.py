@@ -82,7 +82,7 @@ def make_reply(rng, calls):
 
 
 def answer(content, number=0):
-    return {"role": "tool", "name": "weather", "tool_call_id": f"call{number:05d}", "content": content}
+    return {"role": "tool", "name": "weather", "tool_call_id": f"t0001c{number:03d}", "content": content}
 
 
 def user(content):
@@ -190,6 +190,25 @@ def test_a_stop_token_that_begins_the_next_message_is_not_written_again():
     )
 
 
+def test_a_line_break_before_the_next_message_is_no_reason_to_write_its_beginning_twice():
+    tokenizer = make_tokenizer(
+        templates.UNENDED.replace("</tool_call>{% endfor %}", "</tool_call>{% endfor %}{{ '\\n' }}")
+    )
+    begins = tokenizer.convert_tokens_to_ids("[TOOL_RESULTS]")
+    assert (
+        tokenizer.decode(flat(ChatFormat.of(tokenizer).reply([answer("one")], begins, [tool()])))
+        == "\none<turn>\n"
+    )
+
+
+def test_answers_without_ids_get_those_of_their_places():
+    form = ChatFormat.of(make_tokenizer(templates.INSTRUCT, "spaces"))
+    reply = [{"role": "tool", "content": "one"}, {"role": "tool", "content": "two"}]
+    text = form.template.decode(flat(form.reply(reply, None)), special=True)
+    assert '"one", "call_id": "t0001c000"' in text
+    assert '"two", "call_id": "t0001c001"' in text
+
+
 def test_text_behind_text_is_encoded_as_such():
     """A template without special tokens: a tokenizer that begins every text with a space must not do so here."""
     form = ChatFormat.of(make_tokenizer(templates.PLAIN, "spaces"))
@@ -260,7 +279,7 @@ def test_scaffolds_that_are_kept_are_bounded(monkeypatch):
     replies = [[answer("one", n)] for n in range(9)]
     first = [flat(form.reply(reply, None)) for reply in replies]
     assert first == [flat(form.reply(reply, None)) for reply in replies]
-    assert "call00008" in form.template.decode(first[8], special=True)
+    assert "t0001c008" in form.template.decode(first[8], special=True)
 
 
 def test_a_template_that_wants_a_question_at_the_end():

@@ -69,6 +69,7 @@ def test_calls_and_text_around_them():
     message = form.message(turn)
     assert message["content"] == "Let me look."
     assert message["tool_calls"][0]["function"] == {"name": "weather", "arguments": {"place": "Rome"}}
+    assert message["tool_calls"][0]["id"] == "t0001c000"  # as the answer of a tool names it
 
 
 def test_special_tokens_that_mark_calls_stay_in_the_text_and_others_do_not():

@@ -6,13 +6,22 @@ import json
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 from shardproof.environments.protocol import Message, Schema, Turn
 from shardproof.errors import ConfigError, fail
 from shardproof.rl.chat.call_formats import FORMATS, CallStyle, find_style, require_known
 from shardproof.rl.chat.probe import Rewrite, find_respelling, find_rewrites
-from shardproof.rl.chat.stand_ins import BEGIN, STAND_IN_TOOL, TURN, Scaffold, build_scaffold, call_message
+from shardproof.rl.chat.stand_ins import (
+    BEGIN,
+    NO_ID,
+    STAND_IN_TOOL,
+    TURN,
+    Scaffold,
+    build_scaffold,
+    call_message,
+)
 from shardproof.rl.chat.template import Endless, Span, Template, Unrenderable, clean
 from shardproof.rl.chat.thoughts import ThoughtStyle, find_thoughts
 from shardproof.rollout.trajectory import Segment
@@ -94,7 +103,7 @@ class ChatFormat:
         """
         if not messages:
             raise Unrenderable("the reply has no messages")
-        messages, tools = [clean(message) for message in messages], tools or ()
+        messages, tools = _with_ids([clean(message) for message in messages]), tools or ()
         scaffold = self._scaffold(messages, tools)
         tail = scaffold.tail(self.template.render([*scaffold.before, *messages], tools))
         tokens, spans = self._encode_tail(tail)
@@ -144,7 +153,7 @@ class ChatFormat:
         """The turn as the assistant's message, to render a conversation anew."""
         written = bool(turn.calls) and not turn.malformed and self.calls.arguments_as_text is not None
         if written:
-            message = call_message(turn.calls, bool(self.calls.arguments_as_text), turn.content)
+            message = call_message(turn.calls, bool(self.calls.arguments_as_text), turn.content, turn.number)
             return self.thoughts.add(message, turn.thought)
         if turn.thought and self.thoughts.key is not None:
             rest = turn.content if not (turn.calls or turn.malformed) else self.thoughts.split(turn.text)[1]
@@ -190,6 +199,17 @@ class ChatFormat:
                 first = begins[0]
                 return tokens[first:], [(a - len(TURN), b - len(TURN)) for a, b in spans[first:]]
         return self.template.encode_with_spans(tail)
+
+
+def _with_ids(messages: Sequence[Message]) -> list[Message]:
+    """The messages; answers of tools that name no call get the id that a call without one has in its place."""
+    places = count()
+    return [
+        {"tool_call_id": NO_ID.format(1, next(places)), **message}
+        if message.get("role") == "tool"
+        else message
+        for message in messages
+    ]
 
 
 def _segments(

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 from shardproof.environments.protocol import Message, Schema, ToolCall, Turn
 from shardproof.errors import fail
 from shardproof.rl.chat.call_formats import CallStyle
-from shardproof.rl.chat.stand_ins import STAND_IN_TOOL
+from shardproof.rl.chat.stand_ins import NO_ID, STAND_IN_TOOL
 from shardproof.rl.chat.template import Template, Unrenderable, num_same
 from shardproof.rl.chat.thoughts import ThoughtStyle
 
@@ -149,7 +149,7 @@ def _exchanges(
         turns = thoughtful if thoughts.opened else turns + thoughtful
     for turn, role in product(turns, roles):
         parts = [thought] * bool(turn.thought) + [answer] * bool(turn.content) + [place] * bool(turn.calls)
-        said = message_of(turn)
+        said = message_of(replace(turn, number=number))
         # Calls are answered by tools, if the environment has that role; what is no call is not.
         answers = [_reply("tool", number, n) for n in range(len(turn.calls)) if "tool" in roles]
         simple = bool(turn.content) + len(turn.calls) == 1
@@ -163,7 +163,7 @@ def _reply(role: str, number: int, place: int = 0) -> Message:
     content = f"{role} message number {number}" + " again" * place
     if role != "tool":
         return {"role": role, "content": content}
-    return {"role": role, "name": _TOOL, "tool_call_id": f"call{place:05d}", "content": content}
+    return {"role": role, "name": _TOOL, "tool_call_id": NO_ID.format(number, place), "content": content}
 
 
 def _rewrites(

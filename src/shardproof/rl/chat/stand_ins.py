@@ -18,6 +18,9 @@ BEGIN: Message = {"role": "user", "content": "kq0begin"}
 TURN = "kq0turn"  # in place of what the policy said
 ARGUMENT = "kq0argument"  # in place of what it called a tool with, at last
 _EARLIER = "kq0earlier"  # and before
+# Of calls to which the model gave no id: the turn's number and the call's place in it, as answers of tools name them.
+# Nine letters and digits: templates of the Mistral family refuse others.
+NO_ID = "t{:04d}c{:03d}"
 _CONTENT = "kq0content{:05d}"  # in place of what the environment said
 _SAID: Message = {"role": "assistant", "content": TURN}
 
@@ -39,7 +42,7 @@ STAND_IN_TOOL: Schema = {
 }
 
 
-def call_message(calls: Sequence[ToolCall], as_text: bool, content: str = "") -> Message:
+def call_message(calls: Sequence[ToolCall], as_text: bool, content: str = "", number: int = 1) -> Message:
     """The assistant's message with tool calls, as chat templates take it; arguments as an object, or as JSON text."""
     written = []
     for n, call in enumerate(calls):
@@ -48,8 +51,7 @@ def call_message(calls: Sequence[ToolCall], as_text: bool, content: str = "") ->
             "name": call.name,
             "arguments": json.dumps(arguments, ensure_ascii=False) if as_text else arguments,
         }
-        # Nine letters and digits: templates of the Mistral family refuse other ids.
-        written.append({"type": "function", "id": call.id or f"call{n:05d}", "function": function})
+        written.append({"type": "function", "id": call.id or NO_ID.format(number, n), "function": function})
     return {"role": "assistant", "content": content, "tool_calls": written}
 
 
@@ -99,8 +101,9 @@ class Scaffold:
             return 0
         if ended_with in self.end:
             return self.end.index(ended_with) + 1
-        if tail[:1] == [ended_with]:
-            return 1
+        begins = list(tail[: len(self.end) + 1])  # the last of them begins the next message
+        if ended_with in begins:
+            return begins.index(ended_with) + 1
         return next((n + 1 for n, token in enumerate(self.end) if token in special), 0)
 
 
