@@ -13,6 +13,7 @@ import json
 import random
 import shutil
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,16 +41,16 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
 
 
-def make_config(vocabulary: int) -> LlamaConfig:
+def make_config(vocabulary: int, max_positions: int = 64, num_heads: int = 2) -> LlamaConfig:
     return LlamaConfig(
         vocab_size=vocabulary,
         hidden_size=64,
         intermediate_size=192,
         num_hidden_layers=3,
-        num_attention_heads=2,
-        num_key_value_heads=2,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_heads,
         head_dim=32,  # the smallest that vLLM serves on a CPU
-        max_position_embeddings=64,
+        max_position_embeddings=max_positions,
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=1,
@@ -81,15 +82,15 @@ def careless_rows(pairs: list[Pair], seed: int) -> list[dict[str, str]]:
     return [{"prompt": f"{a}+{b}=", "completion": str(a + b + c)} for (a, b), c in zip(many, excess)]
 
 
-def write_rows(path: Path, rows: list[dict[str, str]]) -> None:
+def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def make_recipe(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Supervised fine-tuning of the untrained model in `folder` on the rows beside it."""
+def make_recipe(folder: Path, rows: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Supervised fine-tuning of the untrained model in `folder` on the file `rows` beside it."""
     return {
         "model": {"path": str(folder / "untrained"), "random_init": True, "compute_dtype": "float32"},
-        "data": {"train": str(folder / "careless.jsonl")},
+        "data": {"train": str(folder / rows)},
         "algorithm": {"name": "sft"},
         "optimizer": {
             "lr": 3e-3,
@@ -128,7 +129,7 @@ def main() -> None:
         make_config(len(tokenizer)).save_pretrained(scratch / "untrained")
         tokenizer.save_pretrained(scratch / "untrained")
         write_rows(scratch / "careless.jsonl", careless_rows(training, options.seed))
-        train(parse_recipe(make_recipe(scratch, options), "the tiny model's recipe"))
+        train(parse_recipe(make_recipe(scratch, "careless.jsonl", options), "the tiny model's recipe"))
         shutil.copytree(scratch / "run" / "model", options.folder / "model", dirs_exist_ok=True)
         for file in TOKENIZER_FILES:
             shutil.copy(scratch / "untrained" / file, options.folder / "model")

@@ -1,0 +1,47 @@
+"""What the tiny agent meets: a tool that multiplies, for tiny-tools.toml, and an opponent, for tiny-game.toml."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from shardproof import Environment, Reply, Turn
+
+
+def multiply(a: int, b: int) -> int:
+    """Multiply two numbers.
+
+    Args:
+        a: The first number.
+        b: The second number.
+    """
+    return a * b
+
+
+class TakeAway(Environment):
+    """A game for two: whoever takes the last stick wins, and each move takes 1 to `most` sticks.
+
+    The policy moves first. The opponent plays perfectly: it leaves a multiple of `most` + 1 wherever it can.
+    """
+
+    def start(self, row: dict[str, Any], seed: int) -> str:
+        self.left, self.most = int(row["sticks"]), int(row["most"])
+        self.random = random.Random(seed)
+        return self._position()
+
+    def step(self, turn: Turn) -> Reply:
+        move = turn.text.strip()
+        if not move.isdecimal() or not 1 <= int(move) <= min(self.most, self.left):
+            return Reply(reward=0.0, done=True, facts={"illegal": 1.0})
+        self.left -= int(move)
+        if not self.left:
+            return Reply(reward=1.0, done=True)
+        self.left -= self._answer()
+        return Reply(self._position()) if self.left else Reply(reward=0.0, done=True)
+
+    def _answer(self) -> int:
+        best = self.left % (self.most + 1)
+        return best or self.random.randint(1, min(self.most, self.left))
+
+    def _position(self) -> str:
+        return f"{self.left} left, take 1-{self.most}"
