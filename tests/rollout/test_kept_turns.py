@@ -15,7 +15,7 @@ from shardproof.rollout.decode import decode, last_logits
 from shardproof.rollout.engine import Request, Sampling, forget, generate
 from shardproof.rollout.kept import GIB, KeptTurns, why_not
 from shardproof.rollout.local import EmbeddedEngine
-from shardproof.rollout.static import FixedDecoder, fits
+from shardproof.rollout.static import FixedDecoder, fits, kept_lengths
 from shardproof.rollout.trajectory import Segment, Trajectory
 from tests.models import make_checkpoint, make_model
 from tests.ranks import run_ranks
@@ -344,3 +344,9 @@ def run_out_of_memory(folder: str) -> dict[str, Any]:
 def test_memory_that_runs_out_costs_what_was_kept_and_not_the_run(folder):
     (found,) = run_ranks(1, run_out_of_memory, folder)
     assert found["same"] and found["failed"][0] > 0
+
+
+def test_caches_of_conversations_are_counted_as_they_are_made():
+    """A power of two, for as many rows as kernels compute, and for those that are left when half of them ended."""
+    assert kept_lengths([100], [30, 300], 100, grows=True) == [(128, 512), (64, 512), (32, 512)]
+    assert kept_lengths([5], [300], 300, grows=True) == [(16, 1024)]

@@ -85,9 +85,16 @@ def fixed_length(num_tokens: int, grows: bool = False) -> int:
 
 
 def kept_lengths(
-    rows: Sequence[int], prompt_lengths: Sequence[int], max_new_tokens: int
+    rows: Sequence[int], prompt_lengths: Sequence[int], max_new_tokens: int, grows: bool = False
 ) -> list[tuple[int, int]]:
-    """(rows, cache length) of the largest caches that a decoder keeps at a time for batches of these sizes."""
+    """(rows, cache length) of the largest caches that a decoder keeps at a time for batches of these sizes.
+
+    Batches of conversations that grow shrink in rows: they end one by one.
+    """
+    if grows:
+        length = fixed_length(max(prompt_lengths) + max_new_tokens, grows)
+        counts = {padded_rows(count >> halved) for count in rows for halved in range(_KEPT)}
+        return [(count, length) for count in sorted(counts, reverse=True)[:_KEPT]]
     lengths = {fixed_length(length + max_new_tokens) for length in prompt_lengths}
     sizes = sorted(((count, length) for count in rows for length in lengths), key=prod, reverse=True)
     return sizes[:_KEPT]
@@ -265,10 +272,13 @@ def _padded(requests: Sequence[Request]) -> Sequence[Request]:
 
     Conversations end one by one. Every number of rows needs its own graph and its own comparison, and would come once.
     """
-    num = len(requests)
-    rows = next((rows for rows in _ROWS if num <= rows), -(-num // _ROWS[-1]) * _ROWS[-1])
     filler = Request(Trajectory.of_prompt(requests[0].tokens[:1]), 0)
-    return [*requests, *[filler] * (rows - num)]
+    return [*requests, *[filler] * (padded_rows(len(requests)) - len(requests))]
+
+
+def padded_rows(num: int) -> int:
+    """The rows of a batch of so many conversations."""
+    return next((rows for rows in _ROWS if num <= rows), -(-num // _ROWS[-1]) * _ROWS[-1])
 
 
 def _can_draw(sampling: Sampling) -> bool:

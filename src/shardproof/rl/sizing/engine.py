@@ -12,6 +12,7 @@ from shardproof.config.schema import Recipe
 from shardproof.rl.sizing.activations import cache_bytes, prompts_bytes, token_bytes
 from shardproof.rl.sizing.model import Shape
 from shardproof.rollout.engine import Sampling
+from shardproof.rollout.kept import GIB
 from shardproof.rollout.static import fits, kept_lengths
 
 
@@ -35,13 +36,18 @@ def replica_bytes(shape: Shape, dtype: torch.dtype) -> int:
     return elements * dtype.itemsize + shape.buffer_bytes
 
 
-def batch_rows(recipe: Recipe, ranks: int) -> list[int]:
-    """The different numbers of completions that a rank decodes at a time: full batches, and what is left."""
+def completion_counts(recipe: Recipe, ranks: int) -> list[int]:
+    """How many completions a rank makes in a step, and in an evaluation if there is one."""
     takers = max(ranks // recipe.model.sequence_parallel, 1)
     counts = [ceil(recipe.train.prompts_per_step / takers) * recipe.rollout.group_size]
     if recipe.output.eval_every:
         counts.append(ceil(recipe.output.eval_prompts / takers) * recipe.output.eval_samples)
-    size = recipe.rollout.batch_size
+    return counts
+
+
+def batch_rows(recipe: Recipe, ranks: int) -> list[int]:
+    """The different numbers of completions that a rank decodes at a time: full batches, and what is left."""
+    counts, size = completion_counts(recipe, ranks), recipe.rollout.batch_size
     return sorted(
         {rows for count in counts for rows in (min(count, size), count % size) if rows}, reverse=True
     )
@@ -55,12 +61,18 @@ def engine_bytes(
     rollout, longest = recipe.rollout, max(prompt_lengths)
     sampling = Sampling(rollout.max_new_tokens, rollout.temperature, rollout.top_p)
     rows = batch_rows(recipe, ranks)
-    prompts = ceil(rows[0] / rollout.group_size)
+    talks = recipe.environment is not None
+    # From the second turn on no two conversations read the same.
+    prompts = rows[0] if talks else ceil(rows[0] / rollout.group_size)
     reading = prompts_bytes(model, compute, prompts, longest)
     is_embedded = rollout.engine == "embedded"
+    if is_embedded and talks:
+        conversations = max(completion_counts(recipe, ranks))
+        kept = conversations * cache_bytes(model, compute, longest + rollout.max_new_tokens)
+        reading += min(kept, int(rollout.cache_gib * GIB))
     replica = replica_bytes(shape, compute) if is_embedded else 0
     if is_embedded and on_gpu and fits(model):
-        lengths = kept_lengths(rows, prompt_lengths, rollout.max_new_tokens)
+        lengths = kept_lengths(rows, prompt_lengths, rollout.max_new_tokens, talks)
         cache = sum(count * cache_bytes(model, compute, length) for count, length in lengths)
         # Each row's logits, as the model returns them and, without kernels that draw, in float32 four times.
         fused = compute.itemsize == 2 and rollout.top_p == 1.0
