@@ -16,6 +16,7 @@ import shardproof.rl.reward_workers as reward_workers
 from shardproof.errors import ConfigError, RolloutFault
 from shardproof.rl.reward_functions import exact_match, find_reward, numeric, regex
 from shardproof.rl.rewards import RewardRunner, RewardSpec
+from shardproof.rollout.trajectory import Reward
 
 # Long enough for a busy machine to answer an honest call in.
 TIMEOUT_S = 1.0
@@ -358,10 +359,14 @@ def test_an_import_may_take_longer_than_a_call(users):
         assert runner.score(samples_of("x"))[0].total == 1.0
 
 
+def test_without_functions_a_total_is_zero_for_an_environment_to_add_to():
+    with RewardRunner([]) as runner:
+        assert runner.score(samples_of("x", "y")) == [Reward(0.0), Reward(0.0)]
+
+
 @pytest.mark.parametrize(
     ("specs", "settings", "said"),
     [
-        ([], {}, "is empty"),
         ([RewardSpec("numeric"), RewardSpec("numeric")], {}, "twice"),
         ([RewardSpec("numeric", math.nan)], {}, "weight"),
         ([RewardSpec("numeric")], {"timeout_s": 0.0}, "timeout_s=0.0"),
