@@ -7,14 +7,13 @@ import os
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
 import pytest
 
 import shardproof as sp
-from shardproof.environments import sandbox
+from shardproof.environments import sandbox, sandbox_folders
 from shardproof.environments.interpreter import PythonTool
 from shardproof.environments.sandbox import Limits, Sandbox
 from shardproof.environments.tools import Tools
@@ -32,8 +31,8 @@ def run(tool: PythonTool, code: str) -> str:
 
 
 def ours() -> list[str]:
-    """Folders of runs that are there now."""
-    return [each for each in os.listdir(tempfile.gettempdir()) if each.startswith("shardproof-python-")]
+    """Folders of runs of this process that are there now."""
+    return os.listdir(sandbox_folders.base())
 
 
 @pytest.mark.parametrize(
@@ -328,7 +327,7 @@ def children() -> list[str]:
 
 
 @pytest.mark.fault
-def test_code_dies_with_its_worker(tmp_path):
+def test_code_dies_with_its_worker_and_its_folder_is_removed_by_the_next():
     script = (
         "import asyncio, os, sys\nfrom shardproof.environments.interpreter import PythonTool\n"
         "tool = PythonTool({'timeout_s': 600.0})\n"
@@ -337,12 +336,15 @@ def test_code_dies_with_its_worker(tmp_path):
         "    path = f'/proc/self/task/{os.getpid()}/children'\n"
         "    while not (found := open(path).read().split()): await asyncio.sleep(0.01)\n"
         "    await asyncio.sleep(1)\n"
-        "    print(found[0], flush=True)\n"
+        "    from shardproof.environments import sandbox_folders\n"
+        "    print(found[0], sandbox_folders.base(), flush=True)\n"
         "    await call\n"
         "asyncio.run(main())\n"
     )
     worker = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
-    child = int(worker.stdout.readline())
+    child, folder = worker.stdout.readline().split()
+    sandbox_folders.remove_stale()
+    assert os.listdir(folder)  # its worker lives
     worker.kill()
     worker.wait()
     worker.stdout.close()
@@ -350,6 +352,8 @@ def test_code_dies_with_its_worker(tmp_path):
     while Path(f"/proc/{child}").exists() and "State:\tZ" not in Path(f"/proc/{child}/status").read_text():
         assert time.monotonic() < until
         time.sleep(0.02)
+    sandbox_folders.remove_stale()
+    assert not os.path.exists(folder) and os.path.isdir(sandbox_folders.base())
 
 
 @pytest.mark.fault

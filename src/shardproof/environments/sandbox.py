@@ -22,14 +22,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardproof.environments import sandbox_rules
+from shardproof.environments import sandbox_folders, sandbox_rules
 from shardproof.environments.sandbox_child import FAILED
 from shardproof.errors import ShardproofError, fail
 
 _SCRIPT = Path(__file__).with_name("sandbox_child.py")
 _MIB = 2**20
 _MOST_CODE, _MOST_OUTPUT = _MIB, 16 * _MIB  # bytes; code that prints more is stopped
-_OPEN_FILES, _MANY_FILES, _FILES_IN_ALL = 64, 4096, 4  # the last: times the largest file
+_OPEN_FILES, _FILES_IN_ALL = 64, 4  # the latter: times the largest file
 _LOOK_S = 0.2  # how often the folder is looked at
 _START_S = 60.0  # for the trial at the start
 _AT_ONCE = max(4, os.cpu_count() or 1)  # processes per worker: each may take all of its memory
@@ -82,7 +82,7 @@ class Sandbox:
 
     def check(self) -> None:
         """Try the limits out; C001 that names the first that does not hold on this machine."""
-        with tempfile.TemporaryDirectory(prefix="shardproof-python-") as place:
+        with tempfile.TemporaryDirectory(dir=sandbox_folders.base()) as place:
             folder, outside = Path(place, "inside"), Path(place, "outside")
             folder.mkdir()
             outside.write_text("outside")
@@ -111,12 +111,12 @@ class Sandbox:
             return Ran(b"", 0, 0, f"not run: the code is longer than {_MOST_CODE} characters")
         slots = self._slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(_AT_ONCE))
         async with slots:
-            folder = tempfile.mkdtemp(prefix="shardproof-python-")
+            folder = tempfile.mkdtemp(dir=sandbox_folders.base())
             try:
                 return await self._run_in(folder, code)
             finally:
                 # Not awaited: who is cancelled must not wait, and there may be much to remove.
-                asyncio.get_running_loop().run_in_executor(None, remove, folder)
+                asyncio.get_running_loop().run_in_executor(None, sandbox_folders.remove, folder)
 
     async def _run_in(self, folder: str, code: str) -> Ran:
         arguments = self._process(folder)
@@ -166,7 +166,7 @@ class Sandbox:
         most = _FILES_IN_ALL * self.limits.files_mb * _MIB
         while True:
             await asyncio.sleep(_LOOK_S)
-            if await asyncio.to_thread(_holds_more, folder, most):
+            if await asyncio.to_thread(sandbox_folders.holds_more, folder, most):
                 return
 
     def _process(self, folder: str) -> dict[str, Any]:
@@ -260,48 +260,6 @@ async def _talk(process: asyncio.subprocess.Process, output: _Output, given: byt
             return f"stopped: it printed more than {_MOST_OUTPUT // _MIB} MiB"
     await process.wait()
     return None
-
-
-def _holds_more(folder: str, most: int) -> bool:
-    """Whether the files below a folder have more than `most` bytes together, or are too many or too deep."""
-    folders, count = [folder], 0
-    try:
-        while folders:
-            with os.scandir(folders.pop()) as entries:
-                for entry in entries:
-                    count += 1
-                    if entry.is_dir(follow_symlinks=False):
-                        folders.append(entry.path)
-                    else:
-                        most -= entry.stat(follow_symlinks=False).st_blocks * 512
-                    if most < 0 or count > _MANY_FILES:
-                        return True
-    except FileNotFoundError:  # removed while looking
-        return False
-    except OSError:  # a path that is too long, a folder without rights
-        return True
-    return False
-
-
-def remove(folder: str) -> None:
-    """Remove a folder and what code left in it. However deep that is: folders inside of folders are moved to the top."""
-    moved = 0
-    with contextlib.suppress(OSError):
-        while entries := list(os.scandir(folder)):
-            for entry in entries:
-                if not entry.is_dir(follow_symlinks=False):
-                    os.unlink(entry.path)
-                    continue
-                os.chmod(entry.path, 0o700)
-                for inner in list(os.scandir(entry.path)):
-                    if inner.is_dir(follow_symlinks=False):
-                        os.chmod(inner.path, 0o700)
-                        moved += 1
-                        os.rename(inner.path, os.path.join(folder, f"moved-{moved}"))
-                    else:
-                        os.unlink(inner.path)
-                os.rmdir(entry.path)
-        os.rmdir(folder)
 
 
 @functools.cache
