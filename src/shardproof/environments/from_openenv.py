@@ -69,7 +69,7 @@ class OpenEnv(Environment):
             raise _wrong(f"there is no split {split!r}: the splits are {' and '.join(_SPLITS)}.")
         made = cls(**options)
         first = _EVALUATION_SEED if split == "evaluation" else 0
-        return [{"prompt": made._prompt, "seed": first + place} for place in range(made._sizes[split])]
+        return [{"seed": first + place} for place in range(made._sizes[split])]
 
     async def start(self, row: dict[str, Any], seed: int) -> Opening:  # type: ignore[override]
         """Connect, and reset the environment with the row's seed, or else the conversation's."""

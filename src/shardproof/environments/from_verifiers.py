@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -93,12 +94,11 @@ def _load(id: str, options: str) -> Kind:
     given = json.loads(options)
     name = id.rsplit("/", 1)[-1].split("@", 1)[0].replace("-", "_")
     try:
-        try:
-            module = importlib.import_module(name)
-        except ModuleNotFoundError as error:
-            if error.name != name:
-                raise
-            module = importlib.import_module(f"verifiers.v1.tasksets.{name.lower()}")
+        bundled = f"verifiers.v1.tasksets.{name.lower()}"  # those that come with verifiers
+        has_bundled = (
+            not hasattr(verifiers, "load_environment") and importlib.util.find_spec(bundled) is not None
+        )
+        module = importlib.import_module(bundled if has_bundled else name)
         if hasattr(module, "load_environment") and hasattr(verifiers, "load_environment"):
             from shardproof.environments.verifiers_rubrics import RubricEnvironment
 

@@ -77,6 +77,10 @@ class ModelCaller:
             self.work.cancel()
             with contextlib.suppress(Exception, asyncio.CancelledError):
                 await self.work
+        # Nobody will answer what still waits.
+        waiting = [self._calls.get_nowait() for _ in range(self._calls.qsize())]
+        for call in (*waiting, *((self._call,) if self._call is not None else ())):
+            call.refuse()
 
     async def _next(self) -> ModelCall | None:
         waiting = asyncio.get_running_loop().create_task(self._calls.get())

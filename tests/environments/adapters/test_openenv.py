@@ -20,7 +20,7 @@ def user(text):
 def test_an_episode_is_reset_by_the_rows_seed_and_rewarded_step_by_step(game):
     with pool_of("openenv", {"url": game, "observation_key": "text", "prompt": "A game.", "size": 5}) as pool:
         rows = pool.rows("train")
-        assert len(rows) == 5 and rows[3] == {"prompt": "A game.", "seed": 3}
+        assert len(rows) == 5 and rows[3] == {"seed": 3}
         assert not {row["seed"] for row in rows} & {row["seed"] for row in pool.rows("evaluation")}
         opening, wrong, right = play(pool, rows[3], turn("5"), turn(" 3\n", number=2))
         assert opening == Opening("A game.\n\nGuess a number from 0 to 9.")
@@ -49,7 +49,7 @@ def test_observations_by_a_template_and_columns_for_reset(game):
 @pytest.mark.fault
 def test_a_turn_that_is_no_action_is_answered(game):
     with pool_of("openenv", {"url": game, "action_key": ""}) as pool:
-        turns = [turn(text) for text in ("hello", "[1]", '{"mesage": "3"}', '{"message": "3"}')]
+        turns = [turn(text) for text in ("hello", "[1]", '{"number": "3"}', '{"message": "3"}')]
         opening, *refused, right = play(pool, {"seed": 3}, *turns)
         assert opening == Opening('{"text": "Guess a number from 0 to 9.", "left": 3}')
         said = [reply.messages[0]["content"] for reply in refused]
