@@ -116,7 +116,8 @@ def test_the_same_in_fixed_memory(name):
     assert fits(kept.model)
     assert_same(kept.turns(openings(), 4), plain.turns(openings(), 4))
     assert kept.computed < plain.computed
-    assert len(kept.decoder._loops) == 1  # all turns of a number of rows share their memory, and so their graph
+    # All turns of a number of rows share their memory, and so their graph.
+    assert len(kept.decoder._loops) == 1
 
 
 def test_single_turns_keep_nothing_and_compute_the_same_bits():
