@@ -36,8 +36,8 @@ class Rollout(Section):
     cache_gib: Annotated[float, Bound(ge=0.0, le=2.0**20)] = 4.0
     """Most GiB per rank in which the embedded engine keeps the keys and values of conversations between their
     turns, so that a turn reads only what is new. Conversations that find no room are read again from their
-    start. 0 keeps none. Used only with an environment; freed before each update. For vLLM, which has a cache
-    of its own, see `gpu_memory_utilization` and `kv_cache_gib`."""
+    start. 0 keeps none. Used only with an environment, and freed before each update. vLLM has a cache of its
+    own."""
     offload_policy: bool = False
     """Move the policy to host memory while completions are sampled, to leave the GPU to the engine."""
     sleep: bool = False
