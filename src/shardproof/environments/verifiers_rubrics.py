@@ -37,7 +37,11 @@ class RubricEnvironment:
         if split == "evaluation" and self._evaluation:
             data = self._evaluation.get_eval_dataset()
         elif split == "evaluation" and not self._held_out:
-            data = self._made.get_eval_dataset()
+            data = (
+                self._made.build_eval_dataset()
+            )  # get_eval_dataset would fall back to the rows that are trained on
+            if data is None:
+                return []
         else:
             begins = self._held_out if split == "train" else 0
             data = self._made.get_dataset()
