@@ -52,7 +52,7 @@ def make_config(options: argparse.Namespace) -> Any:
     return Qwen3Config(
         num_hidden_layers=options.layers, hidden_size=1024, intermediate_size=3072, num_attention_heads=16,
         num_key_value_heads=8, head_dim=128, vocab_size=options.vocabulary, tie_word_embeddings=True,
-        max_position_embeddings=40960,
+        max_position_embeddings=40960, architectures=["Qwen3ForCausalLM"],  # vLLM asks for it
     )  # fmt: skip
 
 
