@@ -21,8 +21,11 @@ def multiply(a: int, b: int) -> int:
 class TakeAway(Environment):
     """A game for two: whoever takes the last stick wins, and each move takes 1 to `most` sticks.
 
-    The policy moves first. The opponent plays perfectly: it leaves a multiple of `most` + 1 wherever it can.
+    The policy moves first. The opponent makes the best move as often as `skill` says, and any legal move otherwise.
     """
+
+    def __init__(self, skill: float = 0.5):
+        self.skill = skill
 
     def start(self, row: dict[str, Any], seed: int) -> str:
         self.left, self.most = int(row["sticks"]), int(row["most"])
@@ -35,13 +38,17 @@ class TakeAway(Environment):
             return Reply(reward=0.0, done=True, facts={"illegal": 1.0})
         self.left -= int(move)
         if not self.left:
-            return Reply(reward=1.0, done=True)
+            return Reply(reward=1.0, done=True, facts={"illegal": 0.0})
         self.left -= self._answer()
-        return Reply(self._position()) if self.left else Reply(reward=0.0, done=True)
+        if not self.left:
+            return Reply(reward=0.0, done=True, facts={"illegal": 0.0})
+        return Reply(self._position(), facts={"illegal": 0.0})
 
     def _answer(self) -> int:
-        best = self.left % (self.most + 1)
-        return best or self.random.randint(1, min(self.most, self.left))
+        best = self.left % (self.most + 1)  # leaves a multiple of most + 1, from which nobody can win
+        if best and self.random.random() < self.skill:
+            return best
+        return self.random.randint(1, min(self.most, self.left))
 
     def _position(self) -> str:
         return f"{self.left} left, take 1-{self.most}"

@@ -24,6 +24,7 @@ REASONS = (
     "needs several machines",
     "downloads a model",
     "part of another program",
+    "needs packages of its own",
 )
 SHOWN = ("", "text")  # what a program prints: nothing to run
 RUN = ("python", "bash", "toml", "json")

@@ -42,7 +42,10 @@ def test_every_recipe_resolves(recipe):
         ("algorithm.name=grpoo", "Did you mean 'grpo'?"),
         ("algorithm.options.scale=2", "options are only for your own algorithm"),
         ("rollout.engine=embeddedd", "Did you mean 'embedded'?"),
-        ("environment.name=second_try", "'second_try' is not one of tools, reasoning_gym, verifiers, openenv, or module:name"),
+        (
+            "environment.name=second_try",
+            "'second_try' is not one of tools, reasoning_gym, verifiers, openenv, or module:name",
+        ),
         ("rollout.group_size=1", "needs at least 2"),
         ("critic.lr=0.1", "grpo has no critic"),
         ("reference.cpu_offload=true", "no KL is computed when algorithm.kl_coef is 0"),

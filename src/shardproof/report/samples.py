@@ -71,7 +71,7 @@ def _groups(rows: Sequence[Record]) -> list[dict[str, Any]]:
 def _sample(row: Record) -> dict[str, Any]:
     parts = row.get("rewards")
     named = parts.items() if isinstance(parts, dict) else ()
-    sample = {
+    sample: dict[str, Any] = {
         "completion": cut(row.get("completion", ""), MAX_TEXT),
         "reward": finite(row.get("reward")),
         "parts": [[cut(name, 100), finite(value)] for name, value in list(named)[:20]],
