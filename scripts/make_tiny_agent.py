@@ -32,7 +32,8 @@ from tiny_agent import TakeAway  # noqa: E402
 FOLDER = RECIPES / "tiny-agent"
 NUM_TRAIN, NUM_HELD_OUT = 2000, 400
 NUM_ROWS = 40_000  # to begin with, of each task
-MOST, STICKS = (2, 3, 4), range(4, 25)  # in the game
+MOST, STICKS = (2, 3, 4), range(4, 25)  # of the game
+LONGEST = 12  # sticks that reinforcement learning begins with
 CALLS, AFTER_CALLS = 0.125, 0.5  # how many of the first turns are calls; how many turns follow one
 SPECIAL = ("<pad>", "<end>", "<user>", "<assistant>", "<tool>", "<tools>")
 # Parts of a call that are one token each, so that a tiny model writes a call in 14 tokens.
@@ -126,7 +127,7 @@ def winnable() -> list[dict[str, Any]]:
     return [
         {"prompt": f"{sticks} left, take 1-{most}", "sticks": sticks, "most": most}
         for most in MOST
-        for sticks in STICKS
+        for sticks in range(most + 2, LONGEST + 1)
         if sticks % (most + 1)
     ]
 
