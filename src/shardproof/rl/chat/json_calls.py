@@ -12,22 +12,19 @@ from shardproof.rl.chat.reading import (
     call_of,
     excerpt,
     make_call,
+    not_closed,
+    read_between,
     read_json,
     read_whole_json,
     skip_space,
 )
 
 Parser = Callable[[str, Sequence[Schema]], Found]
-_NOT_CLOSED = "the call is not closed: {} is missing"
 
 
 def read_hermes(text: str, tools: Sequence[Schema]) -> Found:
     """<tool_call>{"name": ..., "arguments": {...}}</tool_call>, any number of them."""
-    return _tagged(text, "<tool_call>", "</tool_call>", call_of)
-
-
-def _tagged(text: str, opener: str, closer: str, make: Callable[[object], ToolCall]) -> Found:
-    """Calls of one JSON value each, between an opening and a closing mark."""
+    opener, closer = "<tool_call>", "</tool_call>"
     reader, place = CallReader(), 0
     while not reader.is_full and (begin := text.find(opener, place)) >= 0:
         reader.text(text[place:begin])
@@ -41,14 +38,14 @@ def _tagged(text: str, opener: str, closer: str, make: Callable[[object], ToolCa
                 raise Unreadable(
                     f"there is text behind the JSON: {excerpt(problem)}"
                     if closer in text[end:]
-                    else _NOT_CLOSED.format(closer)
+                    else not_closed(closer)
                 )
             place = end + len(closer)
-            reader.read(lambda value=value: make(value))  # type: ignore[misc]
+            reader.read(call_of, value)
         except Unreadable as error:
             end = text.find(closer, begin)
             place = end + len(closer) if end >= 0 else len(text)
-            reader.wrong(str(error) if end >= 0 else _NOT_CLOSED.format(closer))
+            reader.wrong(str(error) if end >= 0 else not_closed(closer))
     reader.text(text[place:])
     return reader.found()
 
@@ -74,7 +71,7 @@ def read_llama(text: str, tools: Sequence[Schema]) -> Found:
             break
         if not marked and not (isinstance(value, dict) and ("name" in value or "function" in value)):
             return Found(text)
-        reader.read(lambda value=value: call_of(value))  # type: ignore[misc]
+        reader.read(call_of, value)
         place = skip_space(said, end)
         if place == len(said):
             break
@@ -95,15 +92,14 @@ def read_mistral(text: str, tools: Sequence[Schema]) -> Found:
     for part in parts:
         if reader.is_full:
             break
-        reader.read(lambda part=part: _mistral_calls(part))  # type: ignore[misc]
+        reader.read(_mistral_calls, part)
     return reader.found()
 
 
 def _mistral_calls(part: str) -> Sequence[ToolCall]:
     stripped = part.strip()
     if stripped.startswith("["):
-        values = read_whole_json(stripped)
-        return [call_of(value) for value in values]
+        return _calls_of(read_whole_json(stripped))
     name, brace, _ = stripped.partition("{")
     name, _, _ = name.partition("[ARGS]")
     name, _, call_id = name.partition("[CALL_ID]")
@@ -133,36 +129,21 @@ def read_list(pairs: Sequence[tuple[str, str]], text: str, tools: Sequence[Schem
         except Unreadable as error:
             reader.wrong(str(error))
             break
-        values = value if isinstance(value, list) else [value]
-        reader.read(lambda values=values: [call_of(each) for each in values])  # type: ignore[misc]
+        reader.read(_calls_of, value if isinstance(value, list) else [value])
     return reader.found()
+
+
+def _calls_of(values: Sequence[object]) -> Sequence[ToolCall]:
+    return [call_of(value) for value in values]
 
 
 def named_parser(begin: str, end: str, between: str, section: tuple[str, str]) -> Parser:
     """A parser of calls with their name and JSON arguments as two parts: begin, name, between, arguments, end."""
 
     def parse(text: str, tools: Sequence[Schema]) -> Found:
-        reader, place = CallReader(), 0
-        while not reader.is_full and (opened := text.find(begin, place)) >= 0:
-            reader.text(_without(text[place:opened], section))
-            closed = text.find(end, opened)
-            if closed < 0:
-                reader.wrong(_NOT_CLOSED.format(end))
-                place = len(text)
-                break
-            body = text[opened + len(begin) : closed]
-            reader.read(lambda body=body: _named_call(body, between))  # type: ignore[misc]
-            place = closed + len(end)
-        reader.text(_without(text[place:], section))
-        return reader.found()
+        return read_between(text, begin, end, lambda body: _named_call(body, between), section).found()
 
     return parse
-
-
-def _without(text: str, marks: Sequence[str]) -> str:
-    for mark in marks:
-        text = text.replace(mark, "")
-    return text
 
 
 def _named_call(body: str, between: str) -> ToolCall:

@@ -47,11 +47,11 @@ class CallReader:
         """Add text that is no part of a call."""
         self._texts.append(text)
 
-    def read(self, call: Callable[[], ToolCall | Sequence[ToolCall]]) -> None:
-        """Add the call or calls that a function reads, or its reason why there is none."""
+    def read(self, make: Callable[..., ToolCall | Sequence[ToolCall]], *given: Any) -> None:
+        """Add the call or calls that a function makes of what it is given, or its reason why there is none."""
         self._num_read += 1
         try:
-            found = call()
+            found = make(*given)
             self._calls += [found] if isinstance(found, ToolCall) else found
         except Unreadable as error:
             self._malformed.append(str(error))
@@ -69,6 +69,36 @@ class CallReader:
             malformed = malformed[: MAX_CALLS - len(calls)]
             malformed.append(f"more than {MAX_CALLS} tool calls in one turn: the rest was not read")
         return Found("".join(self._texts).strip(), tuple(calls), tuple(malformed), thought)
+
+
+def read_between(
+    text: str, opener: str, closer: str, make: Callable[[str], ToolCall], dropped: Sequence[str] = ()
+) -> CallReader:
+    """All calls between two marks, each made of the text between them; `dropped` are marks in the text around them."""
+    reader, place = CallReader(), 0
+    while not reader.is_full and (opened := text.find(opener, place)) >= 0:
+        reader.text(without(text[place:opened], dropped))
+        closed = text.find(closer, opened)
+        if closed < 0:
+            reader.wrong(not_closed(closer))
+            place = len(text)
+            break
+        reader.read(make, text[opened + len(opener) : closed])
+        place = closed + len(closer)
+    reader.text(without(text[place:], dropped))
+    return reader
+
+
+def not_closed(closer: str) -> str:
+    """The reason why a call without its closing mark is none."""
+    return f"the call is not closed: {closer} is missing"
+
+
+def without(text: str, marks: Sequence[str]) -> str:
+    """The text without these marks."""
+    for mark in marks:
+        text = text.replace(mark, "")
+    return text
 
 
 def excerpt(text: str) -> str:

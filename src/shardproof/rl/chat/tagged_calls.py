@@ -13,9 +13,12 @@ from shardproof.rl.chat.reading import (
     Unreadable,
     excerpt,
     make_call,
+    not_closed,
+    read_between,
     read_whole_json,
     require_unicode,
     typed,
+    without,
 )
 
 _MAX_PYTHON = (
@@ -28,28 +31,11 @@ def read_xml(text: str, tools: Sequence[Schema]) -> Found:
 
     The arguments may be a JSON object instead.
     """
-    reader, place = CallReader(), 0
-    while not reader.is_full and (opened := text.find("<function=", place)) >= 0:
-        reader.text(_outside(text[place:opened]))
-        closed = text.find("</function>", opened)
-        body = text[opened + len("<function=") : closed if closed >= 0 else len(text)]
-        if closed < 0:
-            reader.wrong("the call is not closed: </function> is missing")
-            place = len(text)
-            break
-        reader.read(lambda body=body: _xml_call(body, tools))  # type: ignore[misc]
-        place = closed + len("</function>")
-    rest = _outside(text[place:])
-    if place == 0 and "<tool_call>" in text:
-        reader.wrong(f"the call has no <function=name>: {excerpt(rest)}")
-    reader.text(rest)
+    marks = ("<tool_call>", "</tool_call>", "<seed:tool_call>", "</seed:tool_call>")
+    reader = read_between(text, "<function=", "</function>", lambda body: _xml_call(body, tools), marks)
+    if "<tool_call>" in text and "<function=" not in text:
+        reader.wrong(f"the call has no <function=name>: {excerpt(without(text, marks))}")
     return reader.found()
-
-
-def _outside(text: str) -> str:
-    for mark in ("<tool_call>", "</tool_call>", "<seed:tool_call>", "</seed:tool_call>"):
-        text = text.replace(mark, "")
-    return text
 
 
 def _xml_call(body: str, tools: Sequence[Schema]) -> ToolCall:
@@ -89,10 +75,10 @@ def read_invoke(text: str, tools: Sequence[Schema]) -> Found:
         end = f"</{prefix}invoke>"
         closed = text.find(end, named)
         if closed < 0:
-            reader.wrong(f"the call is not closed: {end[:80]} is missing")
+            reader.wrong(not_closed(end[:80]))
             return reader.found()
         body = text[named + len('invoke name="') : closed]
-        reader.read(lambda body=body, prefix=prefix: _invoked(body, prefix, tools))  # type: ignore[misc]
+        reader.read(_invoked, body, prefix, tools)
         place = closed + len(end)
     reader.text(text[place:] if place == 0 else "")
     return reader.found()
@@ -121,19 +107,7 @@ def _invoked(body: str, prefix: str, tools: Sequence[Schema]) -> ToolCall:
 
 def read_glm(text: str, tools: Sequence[Schema]) -> Found:
     """<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>."""
-    reader, place = CallReader(), 0
-    while not reader.is_full and (opened := text.find("<tool_call>", place)) >= 0:
-        reader.text(text[place:opened])
-        closed = text.find("</tool_call>", opened)
-        if closed < 0:
-            reader.wrong("the call is not closed: </tool_call> is missing")
-            place = len(text)
-            break
-        body = text[opened + len("<tool_call>") : closed]
-        reader.read(lambda body=body: _glm_call(body, tools))  # type: ignore[misc]
-        place = closed + len("</tool_call>")
-    reader.text(text[place:])
-    return reader.found()
+    return read_between(text, "<tool_call>", "</tool_call>", lambda body: _glm_call(body, tools)).found()
 
 
 def _glm_call(body: str, tools: Sequence[Schema]) -> ToolCall:
@@ -155,16 +129,14 @@ def _glm_call(body: str, tools: Sequence[Schema]) -> ToolCall:
 
 def read_python(text: str, tools: Sequence[Schema]) -> Found:
     """[name(key=value, ...), ...] as the whole turn, with literals of Python for values."""
-    said = text.strip()
-    for mark in ("<|python_start|>", "<|python_end|>", "<|tool_call_start|>", "<|tool_call_end|>"):
-        said = said.replace(mark, "")
-    said = said.strip()
+    marks = ("<|python_start|>", "<|python_end|>", "<|tool_call_start|>", "<|tool_call_end|>")
+    said = without(text, marks).strip()
     # A list is an answer too; a list of calls begins with a name and a parenthesis.
     name = said[1:].partition("(")[0].strip()
     if not said.startswith("[") or "(" not in said or not name.replace(".", "_").isidentifier():
         return Found(text)
     reader = CallReader()
-    reader.read(lambda: _python_calls(said))
+    reader.read(_python_calls, said)
     return reader.found()
 
 
@@ -196,7 +168,7 @@ def read_harmony(text: str, tools: Sequence[Schema]) -> Found:
         head, found, said = part.partition("<|message|>")
         if not found:
             if "to=functions." in head:
-                reader.wrong("the call is not closed: <|message|> is missing")
+                reader.wrong(not_closed("<|message|>"))
             else:
                 reader.text(head.removeprefix("assistant").replace("<|channel|>", ""))
             continue
@@ -205,7 +177,7 @@ def read_harmony(text: str, tools: Sequence[Schema]) -> Found:
         _, called, name = head.partition("to=functions.")
         if called and not reader.is_full:
             name = name.replace("<", " ").split()[0] if name.split() else ""
-            reader.read(lambda name=name, said=said: make_call(name, read_whole_json(said or "{}")))  # type: ignore[misc]
+            reader.read(lambda name, said: make_call(name, read_whole_json(said or "{}")), name, said)
         elif "analysis" in head:
             thoughts.append(said)
         else:

@@ -6,36 +6,21 @@ import hashlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 from shardproof.environments.protocol import Failure, Message, Opening, Reply, Schema, Turn
+from shardproof.rl.chat.format import ChatFormat, PlainFormat
 from shardproof.rl.data import Prompt
 from shardproof.rollout.trajectory import TRUNCATED, Ending, Segment, Trajectory
 
 _MAX_REPLY = 2000  # characters of a message that are kept beside the tokens
 
 
-class Format(Protocol):
-    """How messages become tokens, and sampled tokens a turn."""
-
-    def prompt(self, messages: Sequence[Message], tools: Sequence[Schema]) -> Sequence[Segment]: ...
-
-    def reply(
-        self, messages: Sequence[Message], ended_with: int | None, tools: Sequence[Schema]
-    ) -> Sequence[Segment]: ...
-
-    def turn(
-        self, tokens: Sequence[int], finished: bool, number: int, last: bool, tools: Sequence[Schema]
-    ) -> Turn: ...
-
-    def message(self, turn: Turn) -> Message: ...
-
-
 @dataclass(frozen=True)
 class Rules:
     """What all conversations of a run follow: their format and their limits."""
 
-    format: Format
+    format: ChatFormat | PlainFormat
     is_templated: bool  # it is that of a chat template, and prompts go through it too
     decode: Callable[[Sequence[int], bool], str]  # (tokens, without special ones)
     prompt_column: str
@@ -67,7 +52,6 @@ class Conversation:
     turn: Turn | None = None  # the last one
     turns: list[dict[str, Any]] = field(default_factory=list)
     facts: dict[str, list[float]] = field(default_factory=dict)
-    pieces: list[str] = field(default_factory=list)  # what was said, for conversations of several sequences
 
     @property
     def number(self) -> int:
@@ -115,7 +99,6 @@ class Conversation:
             "calls": [asdict(call) for call in self.turn.calls],
             "malformed": list(self.turn.malformed),
         }
-        self.pieces.append(self.turn.text)
         return self.turn
 
     def answer(self, reply: Reply, max_new_tokens: int) -> None:
@@ -173,7 +156,6 @@ class Conversation:
         if fresh or rules.splits:
             self.earlier.append(self.current)
         self.messages = whole
-        self.pieces += [str(message.get("content", "")) for message in messages]
         self.current = replace(self.current, segments=segments, finished=False)
 
     def _has_room(self, segments: Sequence[Segment], max_new_tokens: int) -> bool:
@@ -217,7 +199,9 @@ class Conversation:
     def _text(self) -> str:
         """What followed the prompt; of several sequences, what was said in them, a message per line."""
         if self.earlier:
-            return "\n".join(self.pieces)
+            lines = [[turn["text"], *(reply["content"] for reply in turn["reply"])] for turn in self.turns]
+            lines[-1] = lines[-1][:1]  # the policy did not read the last reply
+            return "\n".join(line for turn in lines for line in turn)
         said = self.current.tokens[len(self.current.segments[0].tokens) :]
         return self.rules.decode(said[:-1] if self.current.finished else said, True)
 
