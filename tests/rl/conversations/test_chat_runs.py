@@ -11,7 +11,7 @@ from shardproof.errors import ShardproofError
 from shardproof.rl.checks import check_inputs
 from tests.models import make_checkpoint
 from tests.ranks import run_ranks, run_ranks_outcomes
-from tests.rl.chat.templates import FORGETFUL, HERMES, make_tokenizer, tool
+from tests.rl.chat.templates import CHATML, FORGETFUL, HERMES, make_tokenizer, tool
 from tests.rl.conversations.kept import authors, recipe_with, run_and_keep, sequences
 from tests.rl.runs import run_recipe, write_rows
 
@@ -104,4 +104,10 @@ def test_tools_need_a_chat_template(tmp_path):
     with pytest.raises(
         ShardproofError, match="the environment has tools, and the tokenizer has no chat template"
     ):
+        check_inputs(from_json(recipe))
+
+
+def test_tool_calls_that_cannot_be_read_are_refused_even_if_there_is_one_turn(tmp_path):
+    recipe, _ = chat_recipe(tmp_path, CHATML, "Weather", "environment.max_turns=1")
+    with pytest.raises(ShardproofError, match=r"C001 .*so the policy's calls cannot be read"):
         check_inputs(from_json(recipe))

@@ -70,7 +70,8 @@ def make_rules(
 ) -> Rules:
     """What all conversations follow, of which `opening` is an example.
 
-    Raises R508 if the template rewrites earlier turns and the recipe refuses that.
+    Raises R508 if the template rewrites earlier turns and the recipe refuses that, C001 if the model's tool calls cannot
+    be read.
     """
     settings = recipe.environment
     assert settings is not None
@@ -80,6 +81,8 @@ def make_rules(
     rewrites: Sequence[object] = []
     if chat:
         form: ChatFormat | PlainFormat = ChatFormat.of(tokenizer, settings.tool_format)
+        if tools:
+            _ = form.calls  # raises C001 now if no known format reads the model's calls
         rewrites = form.probe(facts.roles, bool(tools)) if settings.max_turns > 1 else []
     else:
         form = PlainFormat(tokenizer)
