@@ -31,6 +31,12 @@ def printable(text: object, limit: int | None = None) -> str:
     return "".join(_escaped(character) for character in shown)
 
 
+def shortened(text: str, limit: int) -> str:
+    """The text, or its first `limit` characters and how many more there are."""
+    rest = len(text) - limit
+    return text if rest <= 0 else f"{text[:limit]} … and {rest} more characters"
+
+
 def duration(seconds: float) -> str:
     """A duration in the units that people use: 0.4 s, 57 s, 12 min 5 s, 3 h 20 min."""
     if seconds < 10:

@@ -9,12 +9,11 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from shardproof.environments.adapting import EVALUATION_SEED, require_split, wrong_options
 from shardproof.environments.protocol import Environment, Message, Opening, Reply, Schema, ToolCall, Turn
-from shardproof.errors import fail
 from shardproof.user_code import import_named
 
-_SPLITS = ("train", "evaluation")
-_EVALUATION_SEED = 1_000_000_000
+_wrong = functools.partial(wrong_options, "openenv")
 _CONNECT_S = 10.0
 _OWN_FIELDS = ("done", "reward", "metadata")  # of every observation; the rest is the environment's
 _REFUSED = "(code: VALIDATION_ERROR)"  # what the action is made of is not what the environment takes
@@ -65,10 +64,9 @@ class OpenEnv(Environment):
     @classmethod
     def rows(cls, split: str, **options: Any) -> list[dict[str, Any]]:
         """Episodes by their seeds. Those of the two splits differ."""
-        if split not in _SPLITS:
-            raise _wrong(f"there is no split {split!r}: the splits are {' and '.join(_SPLITS)}.")
+        require_split("openenv", split)
         made = cls(**options)
-        first = _EVALUATION_SEED if split == "evaluation" else 0
+        first = EVALUATION_SEED if split == "evaluation" else 0
         return [{"seed": first + place} for place in range(made._sizes[split])]
 
     async def start(self, row: dict[str, Any], seed: int) -> Opening:  # type: ignore[override]
@@ -254,7 +252,3 @@ def _tools_of(url: str) -> list[Schema]:
         }
         for tool in listed
     ]
-
-
-def _wrong(message: str, fix: str | None = None) -> Exception:
-    return fail("C001", "environment", f"openenv: {message}", fix=fix or "correct environment.options")

@@ -8,12 +8,11 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from shardproof.environments.adapting import EVALUATION_SEED, require_split, wrong_options
 from shardproof.environments.protocol import Environment, Message, Reply, Schema, Turn
-from shardproof.errors import did_you_mean, fail
+from shardproof.errors import did_you_mean
 
-_SPLITS = ("train", "evaluation")
-# Question i of a task with seed s is that of its seed s + i, so that nearby seeds share questions.
-_EVALUATION_SEED = 1_000_000_000
+_wrong = functools.partial(wrong_options, "reasoning_gym")
 _CANDIDATES = (
     4  # questions looked at for each of the evaluation split: those of the training split do not count
 )
@@ -53,11 +52,12 @@ class ReasoningGym(Environment):
         for name, count in (("size", size), ("evaluation_size", evaluation_size), ("attempts", attempts)):
             if not isinstance(count, int) or isinstance(count, bool) or count < 1:
                 raise _wrong(f"{name}={count!r} is not a number above 0.")
-        if not isinstance(seed, int) or not 0 <= seed < _EVALUATION_SEED:
-            raise _wrong(f"seed={seed!r} is not a number from 0 to {_EVALUATION_SEED - 1}.")
+        if not isinstance(seed, int) or not 0 <= seed < EVALUATION_SEED:
+            raise _wrong(f"seed={seed!r} is not a number from 0 to {EVALUATION_SEED - 1}.")
         self._tasks = _tasks(task, tasks, config)
         self._sizes = {"train": size, "evaluation": evaluation_size * _CANDIDATES}
-        self._seeds = {"train": seed, "evaluation": seed + _EVALUATION_SEED}
+        # Question i of a task with seed s is that of its seed s + i: nearby seeds share questions.
+        self._seeds = {"train": seed, "evaluation": seed + EVALUATION_SEED}
         self._answer, self._attempts, self._retry = answer, attempts, retry
         self._system = _system_prompt(system_prompt)
         self._data("train")  # so that a wrong name or setting is found before the first step
@@ -67,8 +67,7 @@ class ReasoningGym(Environment):
     @classmethod
     def rows(cls, split: str, **options: Any) -> list[dict[str, Any]]:
         """The questions of a split. Those of "evaluation" are all different, and none is in "train"."""
-        if split not in _SPLITS:
-            raise _wrong(f"there is no split {split!r}: the splits are {' and '.join(_SPLITS)}.")
+        require_split("reasoning_gym", split)
         made = cls(**options)
         if split == "train":
             return [made._row(split, index, entry) for index, entry in made._entries("train")]
@@ -194,7 +193,3 @@ def _system_prompt(text: str | None) -> str | None:
 
 def _task_of(entry: Mapping[str, Any]) -> str:
     return str(entry.get("metadata", {}).get("source_dataset", ""))
-
-
-def _wrong(message: str, fix: str | None = None) -> Exception:
-    return fail("C001", "environment", f"reasoning_gym: {message}", fix=fix or "correct environment.options")

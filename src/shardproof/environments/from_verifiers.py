@@ -9,13 +9,13 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from shardproof.environments.adapting import require_split, wrong_options
 from shardproof.environments.model_caller import ModelCaller, shared_endpoint
 from shardproof.environments.protocol import Environment, Opening, Reply, Turn
 from shardproof.environments.verifiers_kind import Kind
-from shardproof.errors import fail
 from shardproof.user_code import describe_error
 
-SPLITS = ("train", "evaluation")
+_wrong = functools.partial(wrong_options, "verifiers")
 
 
 class Verifiers(Environment):
@@ -48,8 +48,7 @@ class Verifiers(Environment):
     @classmethod
     def rows(cls, split: str, **options: Any) -> list[dict[str, Any]]:
         """The tasks of a split: "train" or "evaluation"."""
-        if split not in SPLITS:
-            raise _wrong(f"there is no split {split!r}: the splits are {' and '.join(SPLITS)}.")
+        require_split("verifiers", split)
         rows = cls(**options)._kind.rows(split)
         if not rows:
             fix = "set options.evaluation_args or options.evaluation_size" if split == "evaluation" else None
@@ -109,8 +108,3 @@ def _load(id: str, options: str) -> Kind:
     except Exception as error:
         fix = "name an environment that is installed for the interpreter of environment.python, and correct its args"
         raise _wrong(f"{id!r} cannot be loaded: {describe_error(error)}.", fix) from error
-
-
-def _wrong(message: str, fix: str | None = None) -> Exception:
-    """The error for options that cannot be."""
-    return fail("C001", "environment", f"verifiers: {message}", fix=fix or "correct environment.options")

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from shardproof.report.read import Record, dig, finite, step_of
+from shardproof.text import shortened
 
 PROOFS = {
     "load": "Load",
@@ -113,8 +114,7 @@ def cut(text: Any, limit: int = MAX_TEXT) -> str:
         text = str(text)
     except RecursionError:
         return "(nested too deeply to show)"
-    rest = len(text) - limit
-    return text if rest <= 0 else f"{text[:limit]} … and {rest} more characters"
+    return shortened(text, limit)
 
 
 def _alert(kind: str, tone: str, title: str, events: Sequence[Record]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from shardproof.rl.experience import Experience, in_groups
 from shardproof.rl.folder import RunFolder
 from shardproof.rl.templates import panics_as_errors
 from shardproof.rollout.trajectory import Segment, Trajectory, reward_of
+from shardproof.text import shortened
 from shardproof.train.batching import Batch
 
 _MAX_ANSWER = 1000  # characters of an expected answer
@@ -99,7 +100,7 @@ def _segment(segment: Segment, batch: Batch, place: int, span: slice, decode: De
     """A segment's text, and what the update makes of it: whether the mask counts its tokens."""
     shown: dict[str, Any] = {
         "author": segment.author,
-        "text": cut(decode(segment.tokens)),
+        "text": shortened(decode(segment.tokens), _MAX_TEXT),
         "tokens": len(segment.tokens),
         "trained": bool(batch.columns["mask"][place][span].any()) if "mask" in batch.columns else False,
     }
@@ -116,16 +117,18 @@ def _turn(said: Mapping[str, Any]) -> dict[str, Any]:
     answers = [reply for reply in replies if reply.get("role") == "tool"]
     shown: dict[str, Any] = {}
     if calls:
-        texts = [cut(str(answer.get("content", ""))) for answer in answers] + [None] * len(calls)
+        texts = [shortened(str(answer.get("content", "")), _MAX_TEXT) for answer in answers] + [None] * len(
+            calls
+        )
         shown["calls"] = [
             {
                 "name": str(call.get("name", "")),
-                "arguments": cut(_as_json(call.get("arguments", {}))),
+                "arguments": shortened(_as_json(call.get("arguments", {})), _MAX_TEXT),
                 **({} if text is None else {"answer": text, "failed": text.startswith("Error")}),
             }
             for call, text in zip(calls, texts, strict=False)
         ]
-    if malformed := [cut(str(why)) for why in said.get("malformed", ())]:
+    if malformed := [shortened(str(why), _MAX_TEXT) for why in said.get("malformed", ())]:
         shown["malformed"] = malformed
     return shown
 
@@ -135,12 +138,6 @@ def _as_json(value: Any) -> str:
         return json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError):
         return str(value)
-
-
-def cut(text: str) -> str:
-    """The text, or the beginning of a long one with the number of characters that are left out."""
-    rest = len(text) - _MAX_TEXT
-    return text if rest <= 0 else f"{text[:_MAX_TEXT]} … and {rest} more characters"
 
 
 def _advantage(batch: Batch, places: range) -> float | None:
