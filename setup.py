@@ -13,7 +13,8 @@ class BuildWithShipped(build_py):
         super().run()
         if self.editable_mode:  # which reads the repository's own
             return
-        shipped = {path: path for path in sorted(Path("recipes").rglob("*")) if path.is_file()}
+        files = sorted(path for path in Path("recipes").rglob("*") if path.is_file())
+        shipped = {path: path for path in files if "__pycache__" not in path.parts}
         for path, name in (shipped | {Path("docs/faults.md"): Path("faults.md")}).items():
             target = Path(self.build_lib, "shardproof", name)
             self.mkpath(str(target.parent))

@@ -33,6 +33,10 @@ def wheel(tmp_path_factory):
     source, built = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
     shutil.copytree(ROOT / "src", source / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
     shutil.copytree(ROOT / "recipes", source / "recipes")
+    # What Python leaves beside a recipe's modules is not shipped.
+    compiled = source / "recipes" / "__pycache__" / "left.cpython-311.pyc"
+    compiled.parent.mkdir(exist_ok=True)
+    compiled.touch()
     (source / "docs").mkdir()
     shutil.copy(ROOT / "docs" / "faults.md", source / "docs")
     for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"):
@@ -55,10 +59,10 @@ def installed(wheel, tmp_path_factory):
 def test_the_wheel_holds_every_file_of_the_package_and_nothing_else(wheel):
     source = ROOT / "src"
     files = {str(path.relative_to(source)) for path in (source / "shardproof").rglob("*") if path.is_file()}
-    wanted = {name for name in files if "__pycache__" not in name}
-    wanted |= {
+    files |= {
         f"shardproof/{path.relative_to(ROOT)}" for path in (ROOT / "recipes").rglob("*") if path.is_file()
     }
+    wanted = {name for name in files if "__pycache__" not in name}
     with zipfile.ZipFile(wheel) as archive:
         found = set(archive.namelist())
     assert {name for name in found if ".dist-info/" not in name} == wanted | {"shardproof/faults.md"}
@@ -75,7 +79,7 @@ def test_the_wheel_says_what_it_needs(wheel):
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert sorted(facts.get_all("Provides-Extra")) == sorted(extras)
     everything = [each for each in facts.get_all("Requires-Dist") if 'extra == "all"' in each]
-    assert len(everything) == 1 and everything[0].startswith("shardproof[cli,data,lora]")
+    assert len(everything) == 1 and everything[0].startswith("shardproof[cli,data,lora,mcp]")
 
 
 @pytest.mark.slow

@@ -26,7 +26,7 @@ def recipes(
     try:
         for path in sorted(source.rglob("*")):
             target = folder / path.relative_to(source)
-            if path.is_file() and not target.exists():
+            if path.is_file() and "__pycache__" not in path.parts and not target.exists():
                 target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(path, target)
     except OSError as error:
