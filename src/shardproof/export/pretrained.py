@@ -135,16 +135,22 @@ def _write_files(stream: WeightStream, partial: Path, files: FilePlan) -> list[t
     return [(owner, name, size) for owner, row in enumerate(exchange(sizes)) for name, size in row.items()]
 
 
-def _described_config(policy: ShardedModel, files: FilePlan) -> PretrainedConfig:
-    """The config of what is in the files: its dtype, and for a critic the classifier that has one value."""
+def described_config(policy: ShardedModel) -> PretrainedConfig:
+    """A copy of the model's config that names its class: for a critic, the classifier that has one value."""
     config = deepcopy(policy.model.config)
-    dtypes = Counter(meta.dtype for group in files.values() for meta in group if meta.dtype.is_floating_point)
-    config.dtype = dtypes.most_common(1)[0][0]
     architecture = type(policy.model).__name__
     if policy.role == CRITIC:
         architecture = architecture.replace("ForCausalLM", "ForSequenceClassification")
         config.num_labels = 1
     config.architectures = [architecture]
+    return config
+
+
+def _config_of_files(policy: ShardedModel, files: FilePlan) -> PretrainedConfig:
+    """The config of what is in the files, with their dtype."""
+    config = described_config(policy)
+    dtypes = Counter(meta.dtype for group in files.values() for meta in group if meta.dtype.is_floating_point)
+    config.dtype = dtypes.most_common(1)[0][0]
     return config
 
 
@@ -163,7 +169,7 @@ def _write_description(
         config.task_type = config.task_type or ("SEQ_CLS" if policy.role == CRITIC else "CAUSAL_LM")
         config.save_pretrained(folder)
         return
-    _described_config(policy, files).save_pretrained(folder)
+    _config_of_files(policy, files).save_pretrained(folder)
     if len(files) > 1:
         write_index(folder, files)
     for name in companions:

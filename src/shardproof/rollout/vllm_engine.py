@@ -19,7 +19,7 @@ from shardproof.dist.deadline import deadline, mesh_groups
 from shardproof.dist.region import ranks_apart
 from shardproof.errors import fail
 from shardproof.export.manifest import ExportReceipt
-from shardproof.export.pretrained import save_pretrained
+from shardproof.export.pretrained import described_config, save_pretrained
 from shardproof.export.shared import SharedWeights
 from shardproof.export.stream import WeightStream
 from shardproof.rollout.engine import Request, Sampling
@@ -98,7 +98,7 @@ class VllmEngine(BatchEngine):
         elif folder is None:
             assert self._folder is not None
             folder = self._folder / "config"
-            self.policy.model.config.save_pretrained(folder)
+            described_config(self.policy).save_pretrained(folder)
         return Served(folder, self._dtype, self.policy.device.type, rank, self._sleeps)
 
     @property

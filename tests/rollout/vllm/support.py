@@ -17,8 +17,8 @@ SAMPLING = Sampling(6, temperature=0.7, top_p=0.9, stop_ids=(7,))
 SHORT = {"max_model_len": 128, "sync_timeout_s": 30.0, "request_timeout_s": 60.0, "start_timeout_s": 240.0}
 
 
-def load_policy(folder: str, dtype: str = "float32", **options: Any) -> Any:
-    return sp.load(folder, device="cpu", compute_dtype=getattr(torch, dtype), **options)
+def load_policy(source: str | sp.RandomInit, dtype: str = "float32", **options: Any) -> Any:
+    return sp.load(source, device="cpu", compute_dtype=getattr(torch, dtype), **options)
 
 
 def connect(policy: Any, **settings: Any) -> VllmEngine:

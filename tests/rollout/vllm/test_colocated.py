@@ -13,7 +13,9 @@ from typing import Any
 
 import psutil
 import pytest
+from transformers import AutoConfig
 
+import shardproof as sp
 from shardproof.errors import ConfigError
 from shardproof.rollout.vllm_client import Deadline
 from shardproof.rollout.vllm_server import VllmSettings, check_settings
@@ -55,7 +57,9 @@ def kill_before_commit(engine: Any) -> None:
 
 
 def survive(folder: str) -> dict[str, Any]:
-    policy = load_policy(folder)
+    config = AutoConfig.from_pretrained(folder)
+    config.architectures = None  # as in a config of one's own: the server is told which class it is
+    policy = load_policy(sp.RandomInit(config, seed=1))
     engine = connect(policy)
     sync(engine)
     before = sample(engine)
