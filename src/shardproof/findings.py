@@ -75,7 +75,7 @@ CODES: dict[str, tuple[str, str]] = {
     "R505": ("the vLLM server stopped, timed out or refused a request", "read the server's log; raise rollout.vllm's timeouts if it was only slow"),
     "R506": ("the vLLM server does not match the run", "start it as docs/vllm.md shows, or let the run start it"),
     "R507": ("a trained token is not the token that was sampled", "do not train on this batch; the message names trajectory, turn and token"),
-    "R508": ("the chat template rewrites earlier turns", "set environment.on_rewrite to split or keep; see docs/environments.md"),
+    "R508": ("the chat template rewrites earlier turns", "set environment.on_rewrite to split or keep; see docs/token-ledger.md"),
     "R509": ("an environment failed", "read the environment's error; set environment.on_error=zero to continue without the failed conversations"),
 }  # fmt: skip
 

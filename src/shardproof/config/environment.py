@@ -52,7 +52,7 @@ class Environment(Section):
     """What the policy may call, for `name = "tools"`."""
     tool_format: str | None = None
     """How the model writes tool calls: `hermes`, `llama`, `mistral`, `xml` and others, see
-    docs/environments.md. By default the format that the model's chat template itself writes."""
+    docs/tools.md. By default the format that the model's chat template itself writes."""
     max_turns: Annotated[int, Field(gt=0, le=1024)] = 4
     """Most turns of the policy in one conversation."""
     max_tokens: Tokens | None = None
