@@ -4,7 +4,7 @@ import pytest
 
 from shardproof.errors import ConfigError
 from shardproof.rl.chat import template as template_module
-from shardproof.rl.chat.format import ChatFormat, PlainFormat
+from shardproof.rl.chat.format import ChatFormat
 from tests.rl.chat import templates
 from tests.rl.chat.templates import make_tokenizer
 
@@ -137,9 +137,3 @@ def test_an_endless_template_is_ended_once(monkeypatch):
     )
     with pytest.raises(ConfigError, match="C001 rollout: the chat template did not finish"):
         probe(endless + templates.HERMES, TOOLS)
-
-
-def test_without_a_template_there_are_no_tools():
-    assert PlainFormat(make_tokenizer(None)).probe(("user",), False) == []
-    with pytest.raises(ConfigError, match="without a chat template"):
-        PlainFormat(make_tokenizer(None)).probe(("tool",), True)

@@ -303,6 +303,8 @@ def test_plain_text_is_appended():
     form = PlainFormat(make_tokenizer(None))
     (prompt,) = form.prompt([user("one "), user("two")])
     assert (prompt.author, form.template.decode(prompt.tokens, special=False)) == ("prompt", "one two")
+    with pytest.raises(Unrenderable, match="cannot show its tools"):
+        form.prompt([user("one")], [tool()])
     (reply,) = form.reply([user("three"), user(" four")], 7)
     assert (reply.author, form.template.decode(reply.tokens, special=False)) == ("environment", "three four")
     assert form.reply([user("")], 7) == []

@@ -65,7 +65,8 @@ class ChatFormat:
     def probe(self, roles: Sequence[str], has_tools: bool) -> list[Rewrite]:
         """How the template rewrites what the policy has read and said, once replies of these roles follow; [] if it does not.
 
-        Raises C001 if the template refuses or leaves out messages of these roles, tools or tool calls.
+        Without roles only tools are looked at. Raises C001 if the template refuses or leaves out messages of these roles,
+        tools or tool calls.
         """
         try:
             # A template that does not even take a question is not asked further.
@@ -229,23 +230,15 @@ def _segments(
 
 
 class PlainFormat:
-    """The interface of `ChatFormat` without a template: messages are their contents, one after the other."""
+    """What `ChatFormat` does with messages and turns, without a template: messages are their contents, one after the other."""
 
     def __init__(self, tokenizer: Any):
         self.template = Template(tokenizer)
 
-    def probe(self, roles: Sequence[str], has_tools: bool) -> list[Rewrite]:
-        """[]: nothing is rendered anew. Raises C001 for tools, which plain text has no place for."""
-        if has_tools:
-            message = (
-                "the environment has tools, and without a chat template the model is not told about them."
-            )
-            fix = "set data.chat=true with a tokenizer that has a chat template"
-            raise fail("C001", "rollout", message, fix=fix)
-        return []
-
     def prompt(self, messages: Sequence[Message], tools: Sequence[Schema] | None = None) -> list[Segment]:
-        """The contents as tokens, with those that the tokenizer begins a text with."""
+        """The contents as tokens, with those that the tokenizer begins a text with. Raises `Unrenderable` for tools."""
+        if tools:
+            raise Unrenderable("plain text cannot show its tools to the model: set data.chat=true")
         text = "".join(_content(message) for message in messages)
         return [Segment(tuple(self.template.encode(text, special=True)), "prompt")]
 

@@ -79,13 +79,12 @@ def make_rules(
     has_messages = opening.messages is not None and not isinstance(opening.messages, str)
     chat = _uses_template(recipe, tokenizer, rows, bool(tools), has_messages)
     rewrites: Sequence[object] = []
+    form: ChatFormat | PlainFormat = PlainFormat(tokenizer)
     if chat:
-        form: ChatFormat | PlainFormat = ChatFormat.of(tokenizer, settings.tool_format)
-        if tools:
-            _ = form.calls  # raises C001 now if no known format reads the model's calls
-        rewrites = form.probe(facts.roles, bool(tools)) if settings.max_turns > 1 else []
-    else:
-        form = PlainFormat(tokenizer)
+        form = ChatFormat.of(tokenizer, settings.tool_format)
+        # No reply follows a single turn; that its tool calls can be read is asked all the same.
+        roles = facts.roles if settings.max_turns > 1 else ()
+        rewrites = form.probe(roles, bool(tools)) if roles or tools else []
     if rewrites and settings.on_rewrite == "refuse":
         raise fail("R508", "data", f"{'; '.join(map(str, rewrites))}.")
     limits = [limit for limit in (settings.max_tokens, context) if limit is not None]
