@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+from dataclasses import replace
 
 import pytest
 import torch.distributed as dist
@@ -60,6 +61,34 @@ def test_what_fails_in_another_way_is_shown_as_well():
     assert len(lines) == 4
     assert "ValueError" in lines[0] and "rank 1" in lines[1] and "returned nan" in lines[1]
     assert "KeyError" in lines[2] and "returned inf" in lines[3]
+
+
+def converse(*batches):
+    """What the terminal shows of conversations whose environment failed with these errors; one more did not fail."""
+    terminal = io.StringIO()
+    with contextlib.redirect_stderr(terminal), attached():
+        runner = RewardRunner([])
+        for errors in batches:
+            made = [Trajectory.of_prompt((1,))]
+            for error in errors:
+                facts = {"environment": {"error": error}}
+                made.append(replace(Trajectory.of_prompt((1,)), ended="failed", facts=facts))
+            with runner.start() as pending:
+                pending.add([("", "", {})])
+                result_together(pending, made)
+    return terminal.getvalue()
+
+
+def test_environments_that_fail_in_different_ways_in_any_turn_are_told_apart():
+    first = [
+        "turn 2: ValueError: no (env.py:3)",
+        "turn 3: ValueError: no (env.py:3)",
+        "turn 2: no answer in 2 s",
+    ]
+    (shown,) = run_ranks(1, converse, first, ["turn 2: its worker process died (signal 9)", first[1]])
+    lines = shown.splitlines()
+    assert len(lines) == 3
+    assert "turn 2: ValueError" in lines[0] and "no answer in 2 s" in lines[1] and "died" in lines[2]
 
 
 def test_a_whole_batch_that_failed_ends_the_run_on_every_rank():

@@ -19,6 +19,7 @@ logger = logging.getLogger(__name__)
 
 _MAX_NOTICED = 20  # kinds of failures that the terminal shows in a run
 _MAX_TEXT = 400
+_TURN = re.compile(r"turn [0-9]+: ")  # how an environment's errors begin, whatever failed
 
 
 def result_together(
@@ -57,11 +58,15 @@ def result_together(
 
 
 def _first_of_each_kind(scored: Sequence[Reward]) -> dict[str, tuple[str, str]]:
-    """{kind: (reward, error)}. The kind of an error is its reward and what stands before numbers, places and details."""
+    """{kind: (reward, error)}. The kind of an error is its reward and what stands before numbers, places and details.
+
+    The turn of a conversation is no part of the kind.
+    """
     found: dict[str, tuple[str, str]] = {}
     for one in scored:
         for name, error in one.failures.items():
-            kind = f"{name}: {re.split(r'[:(]|[0-9]+', error, maxsplit=1)[0]}"
+            what = error[begin.end() :] if (begin := _TURN.match(error)) else error
+            kind = f"{name}: {re.split(r'[:(]|[0-9]+', what, maxsplit=1)[0]}"
             found.setdefault(kind, (name, error[:_MAX_TEXT]))
     return found
 
