@@ -23,7 +23,7 @@ from shardproof.train.batching import Batch
 from shardproof.train.score import logprobs, values
 
 _MAX_ROUNDS = 4  # of sampling, when groups without a signal are dropped
-_MAX_ERRORS = 3  # of rewards that a rank reports per step
+_MAX_ERRORS = 3  # different ones, of rewards and environments, that a rank reports per step
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ def _measure(trajectories: Sequence[Trajectory], share: Share) -> tuple[dict[str
         "parts": [dict(reward.parts) for reward in known],
         "num_errors": len(errors) - num_broken,
         "num_failed": len(trajectories) - len(known) - num_broken,
-        "errors": errors[:_MAX_ERRORS],
+        "errors": list(dict.fromkeys(errors))[:_MAX_ERRORS],
         "conversations": conversation_facts(trajectories),
     }
     rows = share.once(exchange(mine))
