@@ -87,11 +87,11 @@ class BreaksForSome(Environment):
     """Raises where the row's answer is odd; the others end after a turn."""
 
     def start(self, row: dict[str, Any], seed: int) -> None:
-        self.breaks = int(row["answer"]) % 2 == 1
+        self.page = int(row["answer"])
 
     def step(self, turn: Turn) -> Reply | None:
-        if self.breaks:
-            raise LookupError("no such page")
+        if self.page % 2 == 1:
+            raise LookupError(f"there is no page {self.page}")
         return Reply(reward=1.0, done=True)
 
 

@@ -36,6 +36,15 @@ def test_an_environment_that_raises_in_turn_three_fails_its_conversations_by_nam
     assert note["text"].startswith(f"environment: {error}")
 
 
+def test_every_different_error_of_a_step_is_noted_however_often_one_of_them_comes(tmp_path):
+    settings = [rows_of(tmp_path, [0, 1, 3, 5]), "train.prompts_per_step=4", "rollout.group_size=4"]
+    run_ranks(1, run_and_keep, recipe_with(tmp_path / "run", "BreaksForSome", *settings))
+    notes = [e["text"] for e in lines(tmp_path / "run" / "events.jsonl") if e["kind"] == "environment"]
+    assert sorted(note.partition(" (")[0] for note in notes) == [
+        f"environment: turn 1: LookupError: there is no page {page}" for page in (1, 3, 5)
+    ]
+
+
 @pytest.mark.parametrize("name", ["BreaksForSome", "CannotStartSome", "Hangs"])
 def test_conversations_that_fail_leave_the_others_unharmed(tmp_path, name):
     settings = [rows_of(tmp_path, [0, 0, 1]), "environment.timeout_s=0.5", "train.prompts_per_step=3"]
@@ -59,7 +68,7 @@ def test_a_batch_that_failed_as_a_whole_ends_the_run_on_every_rank(tmp_path, on_
         "the whole batch failed, no sample has a reward" if on_error == "zero" else "the conversation about"
     )
     assert "R509" in outcomes[0][2] and said in outcomes[0][2]
-    assert "turn 1: LookupError: no such page (environments.py:" in outcomes[0][2]
+    assert "turn 1: LookupError: there is no page 1 (environments.py:" in outcomes[0][2]
 
 
 def test_on_error_stop_ends_the_run_at_the_first_failure(tmp_path):
