@@ -117,7 +117,7 @@ import os, pickle, struct, subprocess, sys, time
 def babble(prompt, completion, row):
     """Writes to the connection that answers go through."""
     if completion:
-        os.write(int(sys.argv[2]), struct.pack("!i", len(row["said"])) + row["said"])
+        os.write(int(sys.argv[3]), struct.pack("!i", len(row["said"])) + row["said"])
     return 1.0
 
 def hide(prompt, completion, row):

@@ -30,7 +30,8 @@ FREE = {
     *("model.checkpoint_activations", "model.reshard_after_forward", "model.compile"),
     "model.trust_remote_code",
     *("reference.strategy", "reference.cpu_offload", "reference.lr", "critic.strategy", "critic.cpu_offload"),
-    *("rollout.batch_size", "rollout.offload_policy", "rollout.sleep", "rollout.canary_tolerance"),
+    *("rollout.batch_size", "rollout.cache_gib", "rollout.offload_policy", "rollout.sleep"),
+    "rollout.canary_tolerance",
     "rollout.vllm",
     "data.max_prompt_tokens",  # longer prompts are refused, not cut
     *("reward.timeout_s", "reward.num_workers"),
