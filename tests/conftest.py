@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -43,3 +44,14 @@ def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cal
     yield write
     for name in names:
         sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def nothing_left() -> Iterator[None]:
+    """Fails a test that leaves a process or a thread behind."""
+    import psutil  # not on every machine that runs some of the tests
+
+    processes, threads = set(psutil.Process().children(recursive=True)), set(threading.enumerate())
+    yield
+    assert set(psutil.Process().children(recursive=True)) <= processes
+    assert set(threading.enumerate()) <= threads

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import threading
 import time
 from collections import Counter
 
@@ -20,18 +19,12 @@ from shardproof.environments.registry import BUILT_IN, resolve
 from shardproof.errors import ConfigError, RolloutFault
 from tests.environments.scripted import LONG_S, SOURCE, open_all, pool_of, say, say_one, texts
 
+pytestmark = pytest.mark.usefixtures("nothing_left")
+
 
 @pytest.fixture(autouse=True)
 def users(user_module):
     return user_module("scripted_users", SOURCE)
-
-
-@pytest.fixture(autouse=True)
-def nothing_left():
-    processes, threads = set(psutil.Process().children(recursive=True)), set(threading.enumerate())
-    yield
-    assert set(psutil.Process().children(recursive=True)) <= processes
-    assert set(threading.enumerate()) <= threads
 
 
 @pytest.mark.parametrize("kind", ["Plain", "Async", "make"])

@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import psutil
 import pytest
 
 from shardproof.environments import link
 from shardproof.environments.protocol import Failure, Opening, Reply
 from tests.environments.scripted import LONG_S, SOURCE, open_all, pool_of, say, say_one, texts
 
-pytestmark = pytest.mark.fault
+pytestmark = [pytest.mark.fault, pytest.mark.usefixtures("nothing_left")]
 
 
 @pytest.fixture(autouse=True)
 def users(user_module):
     return user_module("scripted_users", SOURCE)
-
-
-@pytest.fixture(autouse=True)
-def nothing_left():
-    before = set(psutil.Process().children(recursive=True))
-    yield
-    assert set(psutil.Process().children(recursive=True)) <= before
 
 
 @pytest.mark.parametrize("kind", ["Plain", "Async"])

@@ -9,7 +9,6 @@ import sys
 import venv
 from pathlib import Path
 
-import psutil
 import pytest
 
 from shardproof.environments import dispatcher, link
@@ -47,17 +46,12 @@ class Other:
 number = 3
 """
 
+pytestmark = pytest.mark.usefixtures("nothing_left")
+
 
 @pytest.fixture
 def users(user_module):
     return user_module("wrong_users", WRONG)
-
-
-@pytest.fixture(autouse=True)
-def nothing_left():
-    before = set(psutil.Process().children(recursive=True))
-    yield
-    assert set(psutil.Process().children(recursive=True)) <= before
 
 
 @pytest.mark.fault

@@ -1,10 +1,8 @@
 """Rewards in the background: samples in parts, callers that are busy, and scoring that is given up."""
 
 import signal
-import threading
 import time
 
-import psutil
 import pytest
 
 from shardproof.errors import RolloutFault
@@ -28,18 +26,12 @@ def meet(prompt, completion, row):
     return float(completion)
 '''
 
+pytestmark = pytest.mark.usefixtures("nothing_left")
+
 
 @pytest.fixture(autouse=True)
 def users(user_module):
     return user_module("meeting_rewards", USERS)
-
-
-@pytest.fixture(autouse=True)
-def nothing_left():
-    processes, threads = set(psutil.Process().children(recursive=True)), set(threading.enumerate())
-    yield
-    assert set(psutil.Process().children(recursive=True)) <= processes
-    assert set(threading.enumerate()) <= threads
 
 
 def make_runner(*more, timeout_s=LONG_S, **settings):
