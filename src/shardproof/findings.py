@@ -77,6 +77,9 @@ CODES: dict[str, tuple[str, str]] = {
     "R507": ("a trained token is not the token that was sampled", "do not train on this batch; the message names trajectory, turn and token"),
     "R508": ("the chat template rewrites earlier turns", "set environment.on_rewrite to split or keep; see docs/token-ledger.md"),
     "R509": ("an environment failed", "read the environment's error; set environment.on_error=zero to continue without the failed conversations"),
+    "R510": ("the engine's and the trainer's log-probs of sampled tokens drift apart",
+             "lower rollout.ahead or the learning rate, or use algorithm.correction=mis or icepop"),
+    "R511": ("recorded experts do not belong to the tokens that are trained on", "do not train on this batch; the message names trajectory, layer and token"),
 }  # fmt: skip
 
 

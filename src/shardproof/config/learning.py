@@ -54,9 +54,21 @@ class Algorithm(Section):
     """
     router_coef: Coefficient = 0.0
     """Weight of the load-balancing loss of a mixture of experts. Models without a router accept 0 only."""
+    correction: Literal["tis", "mis", "icepop", "none"] = "tis"
+    """How tokens count that the engine drew from another distribution than the trainer's: other kernels, or
+    older weights. `"tis"`: importance weight per token, cut off at `tis_cap`. `"mis"`: one weight per sequence,
+    0 above `mis_cap`. `"icepop"`: weight per token, 0 outside of `icepop_bounds`. `"none"`: no correction."""
     tis_cap: Limit | None = 2.0
-    """Upper bound of the importance weight that corrects differences between engine and trainer (truncated
-    importance sampling). Set it to `none` to disable the correction."""
+    """Upper bound of the importance weight per token (truncated importance sampling). Set it to `none` to
+    disable the correction."""
+    mis_cap: Limit = 2.0
+    """Sequences whose importance weight is above this are not trained on (masked importance sampling)."""
+    icepop_bounds: tuple[Limit, Limit] = (0.5, 5.0)
+    """Tokens whose importance weight is outside of these bounds are not trained on (IcePop)."""
+    trust_region: Literal["proximal", "behaviour"] = "proximal"
+    """Around which policy the ratio is clipped. `"proximal"`: the weights at the beginning of the step, with
+    the correction for what the engine drew (the decoupled objective). `"behaviour"`: the engine's own log-probs,
+    without a correction."""
     updates_per_batch: Count = 1
     """Optimizer updates per step: the step's prompts are split into this many equal parts.
     `train.prompts_per_step` must be divisible by it."""

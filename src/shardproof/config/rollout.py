@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, field_validator
 
-from shardproof.config.numbers import Bound, Count, CountOrNone, Limit, Tokens
+from shardproof.config.numbers import Bound, Count, Limit, Tokens
 from shardproof.config.section import Section, known_or_users, read_none
 from shardproof.config.vllm import VllmSettings
 
@@ -46,9 +46,19 @@ class Rollout(Section):
     canary_tolerance: Limit | None = None
     """How far the log-probs of engine and trainer may differ on the canary, a fixed prompt scored by both
     after each weight sync. By default 0.001 if `model.compute_dtype` is float32, else 0.5."""
-    max_version_lag: CountOrNone = 0
-    """How many versions older than the policy the weights behind a completion may be. Older completions stop
-    the run."""
+    ahead: Annotated[int, Bound(ge=0, le=64)] = 0
+    """How many steps sampling may run ahead of training. 0: each step samples with the newest weights and
+    waits for it. With k, a step trains on tokens that were drawn with weights up to k steps old. See
+    docs/running-ahead.md."""
+    order: Literal["drawn", "finished"] = "drawn"
+    """Which prompts a step trains on when sampling runs ahead: those that were drawn first (the order depends
+    on the seed alone), or those whose completions are finished first (no step waits for a long completion)."""
+    too_old: Literal["finish", "drop"] = "finish"
+    """With `order = "finished"`: what happens to prompts whose completions are not finished when they may not
+    get older. `"finish"`: the step waits for them. `"drop"`: they are given up, counted and replaced."""
+    replay_experts: bool = False
+    """Mixture of experts: record which experts the engine chose for each token, and use the same experts in
+    the update (routing replay). See docs/routing-replay.md."""
     vllm: Annotated[VllmSettings, BeforeValidator(partial(read_none, VllmSettings))] = VllmSettings()
     """Settings of the vLLM server, for `engine = "vllm"`."""
 

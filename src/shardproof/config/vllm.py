@@ -17,9 +17,15 @@ class VllmSettings:
     mode: Literal["colocated", "server"] = "colocated"
     """`"colocated"`: a child process of rank 0 that listens on a Unix socket. `"server"`: a server reached
     over HTTP."""
-    url: str | None = None
-    """Address of a server that is already running, `http://...` or `unix:/path`. By default the run starts
-    one."""
+    url: str | list[str] | None = None
+    """Address of a server that is already running, `http://...` or `unix:/path`, or a list of addresses. By
+    default the run starts its own."""
+    replicas: Processes = 1
+    """Servers that the run starts, each with a copy of the model. Completions do not depend on their number.
+    """
+    devices: list[str] = field(default_factory=list)
+    """What each started server runs on: GPUs such as `"0"` or `"2,3"`, or on CPUs, cores such as `"0-7"`. One
+    entry per replica. By default they share what the run sees."""
     host: str = "127.0.0.1"
     """Address that a server started by the run listens on."""
     port: Port = 0
@@ -27,9 +33,14 @@ class VllmSettings:
     allow_remote: bool = False
     """Allow an address that other machines can reach. vLLM's weight routes ask for no password: use it on
     trusted networks only."""
-    transport: Literal["shared", "nccl", "ipc"] = "shared"
-    """How weights travel to the server. `"shared"`: shared memory on one machine. vLLM's own `"nccl"` and
-    `"ipc"` are experimental."""
+    transport: Literal["shared", "network", "nccl", "ipc"] = "shared"
+    """How weights travel to the servers. `"shared"`: shared memory on one machine. `"network"`: to a
+    receiver on each engine host (`shardproof receive`). vLLM's own `"nccl"` and `"ipc"` are experimental."""
+    receivers: list[str] = field(default_factory=list)
+    """For `transport = "network"`: the address of the receiver on the host of each `url`, `host:port`. Servers
+    on one host name the same receiver."""
+    secret_file: str | None = None
+    """For `transport = "network"`: a file with the secret that trainer and receivers share."""
     lora: Literal["merge", "adapter"] = "merge"
     """How LoRA is served: adapters merged into the weights, or loaded beside the base model."""
     enforce_eager: bool | None = None

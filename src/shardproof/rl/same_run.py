@@ -43,7 +43,7 @@ FIXED = {
     *("model.random_init", "model.param_dtype", "model.compute_dtype", "model.lora"),
     "critic.lr",
     *("rollout.engine", "rollout.group_size", "rollout.max_new_tokens", "rollout.temperature"),
-    *("rollout.top_p", "rollout.max_version_lag"),
+    *("rollout.top_p", "rollout.ahead", "rollout.order", "rollout.too_old", "rollout.replay_experts"),
     "algorithm",
     "environment",
     *("data.prompt_column", "data.answer_column", "data.completion_column", "data.chat"),

@@ -158,7 +158,7 @@ def _make_sampler(
         rewards,
         policy.model,
         recipe.train.seed,
-        recipe.rollout.max_version_lag,
+        recipe.rollout.ahead,
         conversations,
         lending,
     )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch.distributed as dist
 
@@ -41,6 +42,8 @@ class Request:
     seed: int
     # Another turn may follow: an engine may keep what it computed, until `forget`.
     continues: bool = False
+    # What was drawn of the answer before the run was interrupted. An engine may go on from it, or begin anew.
+    begun: Segment | None = None
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -48,10 +51,18 @@ class Request:
         return self.trajectory.tokens
 
     def answered(
-        self, tokens: Sequence[int], logprobs: Sequence[float], finished: bool, version: int
+        self,
+        tokens: Sequence[int],
+        logprobs: Sequence[float],
+        finished: bool,
+        version: int,
+        parts: Sequence[tuple[int, int]] = (),
     ) -> Trajectory:
-        """The trajectory with what the policy wrote at its end."""
-        segment = Segment(tuple(tokens), "policy", tuple(logprobs), version, trained=True)
+        """The trajectory with what the policy wrote at its end.
+
+        `parts` are (number of tokens, version) where the weights changed meanwhile; `version` is then the oldest.
+        """
+        segment = Segment(tuple(tokens), "policy", tuple(logprobs), version, trained=True, parts=tuple(parts))
         return self.trajectory.extended(segment, finished)
 
 
@@ -98,6 +109,44 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """End what the engine started."""
+        ...
+
+
+class Answering(Protocol):
+    """A request that an engine answers in the background."""
+
+    @property
+    def future(self) -> Future[Trajectory]:
+        """The answer, or what went wrong; to cancel it gives the request up."""
+        ...
+
+    @property
+    def so_far(self) -> Segment | None:
+        """What was drawn so far, as `Request.begun` takes it; None for nothing."""
+        ...
+
+
+@runtime_checkable
+class BackgroundEngine(Protocol):
+    """An `Engine` that also answers requests while the rank does something else: requests need not wait for each other.
+
+    Weights may change while a request is answered: the answer's `Segment.parts` then say which of them drew which tokens,
+    and nothing that was computed from older weights is read by newer ones.
+    """
+
+    def start(self, request: Request, sampling: Sampling) -> Answering:
+        """Take a request of this rank; returns at once. From any thread. Not collective."""
+        ...
+
+    def check_drawn(self) -> None:
+        """Raise on every rank if the weights behind what was drawn since the last call are not those that were proved.
+
+        Collective: every rank.
+        """
+        ...
+
+    def activity(self) -> Mapping[str, float]:
+        """How busy this rank kept the engine since the last call: metrics by name, such as `time/engine_idle`."""
         ...
 
 

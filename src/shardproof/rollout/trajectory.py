@@ -23,6 +23,15 @@ class Segment:
     version: int | None = None  # of the weights that drew them; of several, the oldest
     trained: bool = False  # the loss counts these tokens
     reward: float = 0.0  # of the environment for this turn of the policy, as weighed in the total
+    # (number of tokens, version) of each part, in order, where the weights changed while the tokens were drawn.
+    parts: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def token_versions(self) -> tuple[int | None, ...]:
+        """The version of the weights that drew each token."""
+        if self.parts:
+            return tuple(version for num, version in self.parts for _ in range(num))
+        return (self.version,) * len(self.tokens)
 
 
 @dataclass(frozen=True)
@@ -120,6 +129,7 @@ class Trajectory:
                     **row,
                     "tokens": tuple(row["tokens"]),
                     "logprobs": None if row["logprobs"] is None else tuple(row["logprobs"]),
+                    "parts": tuple((num, version) for num, version in row.get("parts", ())),
                 }
             )
             for row in given["segments"]

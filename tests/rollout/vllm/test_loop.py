@@ -93,6 +93,6 @@ def refuse_old(recipe: str) -> str:
     ],
 )
 def test_completions_that_are_too_old_are_refused(tmp_path, lag, expected):
-    overrides = [*SETTINGS, "train.steps=1", f"rollout.max_version_lag={lag}", f"output.folder={tmp_path}"]
+    overrides = [*SETTINGS, "train.steps=1", f"rollout.ahead={lag}", f"output.folder={tmp_path}"]
     recipe = to_json(load_recipe(RECIPES / "tiny.toml", overrides))
     assert all(found.startswith(expected) for found in run_ranks(2, refuse_old, recipe))
