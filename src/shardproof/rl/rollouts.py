@@ -15,12 +15,12 @@ from shardproof.bounds import require_number
 from shardproof.dist.collectives import raise_together
 from shardproof.findings import Finding
 from shardproof.rl.algorithms.base import Algorithm
-from shardproof.rl.conversations.measures import NAME, last_said, with_turns
-from shardproof.rl.conversations.waves import Conversations, Start
-from shardproof.rl.data import Prompt, sample_seed
+from shardproof.rl.conversations.measures import NAME, reward_sample
+from shardproof.rl.conversations.steps import Start, starts_of, with_text
+from shardproof.rl.conversations.waves import Conversations
+from shardproof.rl.data import Prompt
 from shardproof.rl.reward_failures import result_together
 from shardproof.rl.rewards import PendingRewards, RewardRunner
-from shardproof.rl.templates import panics_as_errors
 from shardproof.rollout.engine import Engine, Request, Sampling, answers
 from shardproof.rollout.token_ledger import TokenLedger
 from shardproof.rollout.trajectory import Trajectory
@@ -85,27 +85,12 @@ class Sampler:
 
         The draws depend on seed, step, group and place in the group, and on nothing else. Collective: every rank.
         """
-        prompts = [prompt for _, prompt in asked for _ in range(size)]
-        starts = [
-            Start(
-                prompt,
-                group,
-                sample,
-                sample_seed(self.seed, step, group * size + sample),
-                # Held-out conversations, which have negative steps, begin alike in every evaluation.
-                sample_seed(self.seed, max(step, -1), group),
-            )
-            for group, prompt in asked
-            for sample in range(size)
-        ]
+        starts = starts_of(self.seed, asked, size, step)
         found: dict[int, Trajectory] = {}
         with self.lending():
             for ready in self._finished(starts, sampling, ledger):
                 scored = {place: t for place, t in ready if t.ended != "failed"}
-                samples = [
-                    (t.facts["prompt"], last_said(t), with_turns(t, prompts[k].row))
-                    for k, t in scored.items()
-                ]
+                samples = [reward_sample(t, starts[place].prompt.row) for place, t in scored.items()]
                 pending.add(samples, list(scored))
                 found |= dict(ready)
         trajectories = [found[place] for place in range(len(starts))]
@@ -121,17 +106,7 @@ class Sampler:
             return
         requests = [Request(Trajectory.of_prompt(s.prompt.tokens, s.group, s.sample), s.seed) for s in starts]
         for ready in answers(self.engine, requests, sampling, ledger):
-            yield [(place, self._with_text(t, starts[place].prompt)) for place, t in ready]
-
-    def _with_text(self, trajectory: Trajectory, prompt: Prompt) -> Trajectory:
-        """With the prompt's text, and what was said after it, without the token that ended it."""
-        said = trajectory.tokens[len(prompt.tokens) :]
-        with panics_as_errors():
-            text = self.tokenizer.decode(said[:-1] if trajectory.finished else said, skip_special_tokens=True)
-        facts = {**trajectory.facts, "prompt": prompt.text}
-        if prompt.row.get("answer") is not None:
-            facts["answer"] = prompt.row["answer"]
-        return replace(trajectory, text=text, facts=facts)
+            yield [(place, with_text(t, starts[place].prompt, self.tokenizer)) for place, t in ready]
 
 
 def _check_usable(trajectories: Sequence[Trajectory], version: int, max_lag: int) -> None:

@@ -184,6 +184,7 @@ class Conversation:
         sequences = [*self.earlier, self.current]
         first = sequences[0].segments[0].tokens
         facts: dict[str, Any] = {
+            **self.current.facts,  # of the engine
             "prompt": self.prompt.text if first == self.prompt.tokens else self.rules.decode(first, False),
             "turns": self.turns,
             "environment": {"seconds": self.seconds, "facts": self.facts, "error": self.error},

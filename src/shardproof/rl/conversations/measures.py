@@ -32,14 +32,17 @@ def with_environment(trajectory: Trajectory, scored: Reward, masks: bool) -> Rew
     )
 
 
-def last_said(trajectory: Trajectory) -> str:
-    """What reward functions read: the completion, or the policy's last turn in a conversation, where its answer is."""
-    return str(trajectory.facts["turns"][-1]["text"]) if trajectory.ended else trajectory.text
+def reward_sample(trajectory: Trajectory, row: Mapping[str, Any]) -> tuple[str, str, dict[str, Any]]:
+    """What reward functions read: the prompt's text, the completion, and the data row.
 
-
-def with_turns(trajectory: Trajectory, row: Mapping[str, Any]) -> dict[str, Any]:
-    """The row with a conversation's turns, for reward functions that read more than the last; its own columns stay."""
-    return {"turns": trajectory.facts["turns"], **row} if trajectory.ended else dict(row)
+    Of a conversation they read the policy's last turn, where its answer is; all its turns are in the row as `turns`,
+    unless the row has a column of that name.
+    """
+    prompt = trajectory.facts["prompt"]
+    if not trajectory.ended:
+        return prompt, trajectory.text, dict(row)
+    turns = trajectory.facts["turns"]
+    return prompt, str(turns[-1]["text"]), {"turns": turns, **row}
 
 
 def conversation_facts(trajectories: Iterable[Trajectory]) -> list[dict[str, Any]]:

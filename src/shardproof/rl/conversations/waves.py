@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import torch.distributed as dist
@@ -17,31 +17,24 @@ import torch.distributed as dist
 from shardproof.dist.collectives import together
 from shardproof.environments.pool import EnvironmentPool
 from shardproof.environments.protocol import Answer, Failure, Opening, Reply
-from shardproof.errors import fail
-from shardproof.rl.conversations.conversation import Conversation, Rules
-from shardproof.rl.data import Prompt
-from shardproof.rl.templates import panics_as_errors
-from shardproof.rollout.engine import Engine, Request, Sampling, answers, forget
+from shardproof.rl.conversations.conversation import Rules
+from shardproof.rl.conversations.steps import (
+    Start,
+    begin,
+    next_request,
+    stopped_by,
+    take_answer,
+    take_turn,
+)
+from shardproof.rollout.engine import Engine, Sampling, answers, forget
 from shardproof.rollout.token_ledger import TokenLedger
 from shardproof.rollout.trajectory import Trajectory
-from shardproof.user_code import describe_error
 
 _KINDS: dict[str, type[Opening] | type[Reply] | type[Failure]] = {
     "opening": Opening,
     "reply": Reply,
     "failure": Failure,
 }
-
-
-@dataclass(frozen=True)
-class Start:
-    """What a conversation begins with: a prompt, its place in the batch, and its seeds."""
-
-    prompt: Prompt
-    group: int
-    sample: int
-    seed: int  # of the policy's draws
-    environment_seed: int  # the same for all conversations of a group, so that they begin alike
 
 
 class Conversations:
@@ -81,10 +74,7 @@ class Conversations:
                 if not num_going:
                     return
                 places = list(batch.going)
-                requests = [
-                    Request(c.current, c.draw_seed, continues=c.number + 1 < self.rules.max_turns)
-                    for c in batch.going.values()
-                ]
+                requests = [next_request(conversation) for conversation in batch.going.values()]
                 for ready in answers(engine, requests, sampling, ledger):
                     for k, trajectory in ready:
                         batch.take(places[k], trajectory)
@@ -100,23 +90,19 @@ class _Batch:
         self._common, self._engine, self._max_new_tokens = common, engine, max_new_tokens
         self._pool = common.pool if common.leader == dist.get_rank() else None
         self._starts = starts
-        self.going = {place: _begun(start, common.rules) for place, start in enumerate(starts)}
+        self.going = {place: begin(start, common.rules) for place, start in enumerate(starts)}
         self._keys: dict[int, int] = {}  # of open conversations in the pool
         self._unopened = list(enumerate(starts)) if self._pool is not None else []
-        self._broken: dict[int, str] = {}  # turns that cannot be read, and why
+        self._broken: dict[int, Failure] = {}  # turns that cannot be read, and why
 
     def take(self, place: int, trajectory: Trajectory) -> None:
         """Take a turn of the policy, and ask the environment for its reply."""
         conversation = self.going[place]
-        try:
-            with panics_as_errors():
-                turn = conversation.take(trajectory, self._max_new_tokens)
-            if self._pool is not None:
-                self._pool.step(self._keys[place], turn)
-        except Exception as error:  # of a tokenizer or template, which are made of untrusted files
-            self._broken[place] = (
-                f"{conversation.place}: the policy's turn cannot be read: {describe_error(error)}"
-            )
+        turn = take_turn(conversation, trajectory, self._max_new_tokens)
+        if isinstance(turn, Failure):
+            self._broken[place] = turn
+        elif self._pool is not None:
+            self._pool.step(self._keys[place], turn)
 
     def settle(self) -> tuple[list[tuple[int, Trajectory]], int]:
         """([(place, trajectory)] of what is over now, how many conversations of all ranks go on), once all answers came.
@@ -126,10 +112,9 @@ class _Batch:
         found = self._answers()
         with together("rollout") as message:
             for place, conversation in self.going.items():
-                answer, conversation.seconds = found[place]
-                self._apply(conversation, answer)
+                take_answer(conversation, *found[place], self._max_new_tokens, self._engine.version)
                 if conversation.ended == "failed" and self._common.stops:
-                    raise fail("R509", "rollout", f"{_name(self._starts[place])}: {conversation.error}.")
+                    raise stopped_by(self._starts[place], conversation)
             over = {place: c for place, c in self.going.items() if c.ended}
             results = [(place, conversation.result()) for place, conversation in over.items()]
             self.release(over)
@@ -158,8 +143,8 @@ class _Batch:
         if self._common.is_shared:
             rows = message.rows[self._common.leader] or []
             found = {place: (_from_json(kind, given), s) for place, kind, given, s in rows}
-        for place, error in self._broken.items():
-            found[place] = Failure(error), self.going[place].seconds
+        for place, failure in self._broken.items():
+            found[place] = failure, self.going[place].seconds
         self._broken.clear()
         self._common.waited_s += time.perf_counter() - started
         return found
@@ -171,33 +156,6 @@ class _Batch:
             pool.open(key, start.prompt.row, start.environment_seed)
             self._keys[place] = key
         self._unopened = []
-
-    def _apply(self, conversation: Conversation, answer: Answer) -> None:
-        """Take one answer; what cannot become tokens ends its conversation, and no other."""
-        version = self._engine.version
-        if isinstance(answer, Failure):
-            conversation.fail(answer, version)
-            return
-        try:
-            with panics_as_errors():
-                if isinstance(answer, Opening):
-                    conversation.begin(answer, self._max_new_tokens)
-                else:
-                    conversation.answer(answer, self._max_new_tokens)
-        except (
-            Exception
-        ) as error:  # a template that rejects messages, or an environment's values that make no sense
-            conversation.fail(Failure(f"{conversation.place}: {describe_error(error)}"), version)
-
-
-def _begun(start: Start, rules: Rules) -> Conversation:
-    prompt = start.prompt
-    tokens = prompt.tokens if len(prompt.tokens) > 1 else rules.filler
-    return Conversation(prompt, start.seed, Trajectory.of_prompt(tokens, start.group, start.sample), rules)
-
-
-def _name(start: Start) -> str:
-    return f"the conversation about prompt {start.group}, sample {start.sample}"
 
 
 def _to_json(answer: Answer) -> tuple[str, dict[str, Any]]:
