@@ -37,7 +37,6 @@ SMALL_USES = {
     "rl/sizing/activations.py": {"_cdata"},
     "rl/sizing/live.py": {"_cdata"},
     "rollout/static.py": {"_attn_implementation", "_supports_sdpa"},
-    "rollout/vllm_source.py": {"_json_safe_update_payload"},
     "shard/attest.py": {"_buffers"},
     "shard/offload.py": {"_cdata"},
     "train/guard.py": {"_foreach_mul_", "_foreach_norm"},

@@ -28,8 +28,9 @@ from shardproof.rollout.sync import CANARY_TOKENS, GENERATE, TOLERANCE, Delivere
 from shardproof.rollout.trajectory import Trajectory
 from shardproof.rollout.vllm_client import Deadline, Refused, Unreachable
 from shardproof.rollout.vllm_plugin import BACKEND
+from shardproof.rollout.vllm_senders import Sender, SyncClient, make_sender
 from shardproof.rollout.vllm_server import Served, VllmServer, check_sleep
-from shardproof.rollout.vllm_versions import check_senders
+from shardproof.rollout.vllm_versions import check_sender
 from shardproof.shard.sharded_model import ShardedModel
 from shardproof.train.score import logprobs
 
@@ -61,7 +62,7 @@ class VllmEngine(BatchEngine):
         self._tokens = canary_tokens(policy.model.config.get_text_config().vocab_size)
         self._buffers: list[SharedWeights] = []
         self._folder: Path | None = None
-        self._sender: Any = None  # vLLM's own transport
+        self._sender: Sender | None = None  # for vLLM's own transports
         self.delivery: Delivery | None = None  # on rank 0
         if self.settings.transport == "shared" and not self._adapter:
             check_one_host()
@@ -76,7 +77,7 @@ class VllmEngine(BatchEngine):
             check_sleep(self.settings, self.policy.device.type, self._adapter)
         server = VllmServer(self.settings, self._served())
         if self.settings.transport != "shared":
-            check_senders(self.settings.transport)
+            check_sender(self.settings.transport)
         # A run that fails before it closes its engine leaves no server behind.
         weakref.finalize(self, server.stop)
         server.ensure_up()
@@ -167,29 +168,32 @@ class VllmEngine(BatchEngine):
 
         Experimental. Collective: every rank.
         """
-        from shardproof.rollout.vllm_source import StreamSource, SyncClient, make_sender
-
         limit = self.settings.sync_timeout_s
+        seconds, started = {}, time.perf_counter()
         (expected,) = logprobs(self.policy, [self._tokens])
         payload = Delivered(self.policy.version, expected.tolist())
-        with self._deadline(limit), together("sync"):
+        seconds["canary/trainer"] = time.perf_counter() - started
+        with self._deadline(self._sync_deadline_s), together("sync"):
             if self.delivery is not None:
                 self.delivery.committed = None
+                self.server.ensure_up()
                 self.delivery.prepare(payload, Deadline(limit))
         if self._sender is None:
-            client = SyncClient(self.server.client, limit) if self.delivery is not None else None
-            self._sender = make_sender(
-                self.settings.transport, StreamSource(stream), client, self.settings.tensor_parallel_size
-            )
-        self._sender.source.stream = stream
-        self._sender.send_weights()
+            client = SyncClient(self.server, limit) if self.delivery is not None else None
+            interface = self.delivery.interface if self.delivery is not None else None
+            num_workers = self.settings.tensor_parallel_size
+            self._sender = make_sender(self.settings.transport, client, num_workers, interface)
+        seconds["prepare"] = time.perf_counter() - started - seconds["canary/trainer"]
+        self._sender.send(stream)
+        seconds["transfer"] = time.perf_counter() - started - sum(seconds.values())
         with self._deadline(limit), together("sync") as message:
             if self.delivery is not None:
                 self.delivery.verify_canary(payload, Deadline(limit))
                 self.delivery.commit(payload, Deadline(limit))
-                message.mine = self.delivery.gap(payload)
+                message.mine = [self.delivery.gap(payload), self.delivery.seconds["canary"]]
         assert stream.receipt is not None
-        self.proof = Proof(self.policy.version, message.rows[0], {})
+        gap, seconds["canary"] = message.rows[0]
+        self.proof = Proof(self.policy.version, gap, seconds | {"total": time.perf_counter() - started})
         self.version = self.policy.version
         return stream.receipt
 

@@ -1,4 +1,4 @@
-"""vLLM's own transports, NCCL and CUDA IPC, fed from our stream. Experimental: they have not been run on GPUs here."""
+"""vLLM's NCCL transport, fed from our stream by vLLM's own sender. Experimental: it has not been run on GPUs here."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
 from shardproof.dist.collectives import broadcast
-from shardproof.errors import fail
 from shardproof.export.stream import WeightStream
-from shardproof.rollout.vllm_client import Deadline, VllmClient
+from shardproof.rollout.vllm_ipc import WeightRoutes
 
 
 class StreamSource(WeightSource):
-    """A policy's weight stream as vLLM's trainer engines take weights: metadata first, then whole tensors in order."""
+    """A policy's weight stream as vLLM's senders take weights: metadata first, then whole tensors in order."""
 
     def __init__(self, stream: WeightStream):
         self.stream = stream
@@ -33,50 +32,29 @@ class StreamSource(WeightSource):
         return iter(self.stream)
 
 
-class SyncClient:
-    """The calls that vLLM's trainer engines make, over our client and with a deadline each."""
+class NcclSender:
+    """vLLM's sender for NCCL, made at the first stream. `client` is rank 0's, None elsewhere."""
 
-    def __init__(self, client: VllmClient, seconds: float):
+    def __init__(self, client: WeightRoutes | None, num_workers: int):
         self.client = client
-        self.seconds = seconds
+        self.num_workers = num_workers
+        self._sender: Any = None
 
-    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        self._post("/init_weight_transfer_engine", {"init_info": init_info})
+    def send(self, stream: WeightStream) -> None:
+        """Bring a stream's tensors. Collective: every rank."""
+        if self._sender is None:
+            self._sender = self._connect(StreamSource(stream))
+        self._sender.source.stream = stream
+        self._sender.send_weights()
 
-    def start_weight_update(self) -> None:
-        self._post("/start_weight_update", None)
-
-    def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
-        from vllm.distributed.weight_transfer.clients import _json_safe_update_payload
-
-        self._post("/update_weights", {"update_info": _json_safe_update_payload(update_info)})
-
-    def finish_weight_update(self, weight_version: str | None = None) -> None:
-        # The version is given by the commit, once the canary has answered.
-        self._post("/finish_weight_update", None)
-
-    def _post(self, path: str, body: Any) -> None:
-        self.client.post(path, body, Deadline(self.seconds))
-
-
-def make_sender(backend: str, source: StreamSource, client: SyncClient | None, num_workers: int) -> Any:
-    """vLLM's trainer engine for a backend. Collective: every rank; `client` is rank 0's."""
-    if not torch.cuda.is_available():
-        message = f"rollout.vllm.transport={backend!r} moves tensors between GPUs, and this machine has none."
-        raise fail("C001", "rollout", message, fix="use rollout.vllm.transport=shared")
-    rank = dist.get_rank()
-    info: Any
-    if backend == "nccl":
+    def _connect(self, source: StreamSource) -> Any:
         from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
         address, port = broadcast(list(_rendezvous()))
-        info = NCCLTrainerInitInfo(address, port, world_size=1 + num_workers, rank=rank)
-    else:
-        from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
-
-        info = IPCTrainerInitInfo(packed=True, rank=rank)
-    # Only rank 0 calls it; the type wants one everywhere.
-    return WeightTransferTrainerFactory.trainer_init(info, client=client or _NoClient(), source=source)
+        info: Any = NCCLTrainerInitInfo(address, port, world_size=1 + self.num_workers, rank=dist.get_rank())
+        # Only rank 0 calls it; the type wants one everywhere.
+        client: Any = self.client or _NoClient()
+        return WeightTransferTrainerFactory.trainer_init(info, client=client, source=source)
 
 
 class _NoClient(HTTPVLLMWeightSyncClient):

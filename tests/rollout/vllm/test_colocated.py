@@ -256,14 +256,15 @@ def test_an_address_for_other_machines_is_allowed_and_warned_of():
 
 def source(folder: str) -> tuple[list[str], list[str], int, str]:
     import shardproof as sp
-    from shardproof.rollout.vllm_source import StreamSource, make_sender
+    from shardproof.rollout.vllm_senders import make_sender
+    from shardproof.rollout.vllm_source import StreamSource
 
     policy = load_policy(folder)
     stream = StreamSource(sp.WeightStream(policy))
     said = [meta.name for meta in stream.metadata()]
     # vLLM checks the order itself here, and raises where it is another.
     sent = [name for names, _ in stream.iter_groups() for name in names]
-    return said, sent, len(stream.groups()), failure(make_sender, "nccl", stream, None, 1)
+    return said, sent, len(stream.groups()), failure(make_sender, "nccl", None, 1, None)
 
 
 def test_the_stream_is_a_weight_source_for_vllms_own_transports(models):

@@ -18,29 +18,31 @@ from shardproof.rollout import vllm_server, vllm_versions
 from shardproof.rollout.engine import Sampling
 from shardproof.rollout.vllm_engine import _body
 from shardproof.rollout.vllm_server import Served, VllmServer, VllmSettings, arguments, environment
-from shardproof.rollout.vllm_versions import check_senders, installed_version, interface_of
+from shardproof.rollout.vllm_versions import check_sender, installed_version, interface_of
 from tests.sockets import listening, session_of
 
 pytestmark = pytest.mark.vllm
 
 SERVED = Served(Path("model"), "float32", "cpu")
-# version: (the flag for token ids, completions that say their weights' version, its own transports), read in its source
+# version: (the flag for token ids, completions that say their weights' version, a sender for NCCL, where IPC is told
+# that tensors share a buffer), read in its source
 VERSIONS = {
-    "0.26.0": (False, False, False),
-    "0.27.1": (False, False, False),
-    "0.28.0": (False, False, False),
-    "0.29.0": (False, False, True),
-    "0.30.0": (True, False, True),
-    "0.31.0": (True, False, True),
-    "0.32.0": (True, True, True),
-    "0.32.1.dev3+cpu": (True, True, True),
+    "0.26.0": (False, False, False, False),
+    "0.27.1": (False, False, False, True),
+    "0.28.0": (False, False, False, True),
+    "0.29.0": (False, False, True, True),
+    "0.30.0": (True, False, True, True),
+    "0.31.0": (True, False, True, True),
+    "0.32.0": (True, True, True, True),
+    "0.32.1.dev3+cpu": (True, True, True, True),
 }
 
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_each_version_gets_the_flags_that_it_has(version):
     found = interface_of(version)
-    assert (found.scale_out_flag, found.weight_versions, found.senders) == VERSIONS[version]
+    said = (found.scale_out_flag, found.weight_versions, found.nccl_sender, found.ipc_packed_at_init)
+    assert said == VERSIONS[version]
     given = arguments(VllmSettings(), SERVED, found)
     assert ("--enable-scale-out" in given) == found.scale_out_flag
     assert given[given.index("--generation-config") + 1] == "vllm"
@@ -64,7 +66,8 @@ def test_an_unsupported_version_is_not_started(monkeypatch):
     assert server.num_starts == 0
     monkeypatch.setattr(vllm_versions, "installed_version", lambda: "0.26.0")
     with pytest.raises(ShardproofError, match=r"transport='nccl' needs vLLM 0\.29 or later"):
-        check_senders("nccl")
+        check_sender("nccl")
+    check_sender("ipc")  # whose sender is our own
 
 
 def test_the_version_is_read_without_importing_vllm(monkeypatch):
