@@ -77,11 +77,12 @@ def _parts(model: PreTrainedModel) -> Iterator[nn.Module]:
     classes = hf_private.block_classes(model)
     for module in model.modules():
         if type(module).__name__ in classes:
-            if any(_routes(child) for child in module.modules()):
-                yield from (child for child in module.children() if not any(map(_routes, child.modules())))
+            if any(routes(child) for child in module.modules()):
+                yield from (child for child in module.children() if not any(map(routes, child.modules())))
             else:
                 yield module
 
 
-def _routes(module: nn.Module) -> bool:
+def routes(module: nn.Module) -> bool:
+    """Whether a module chooses experts, or holds them."""
     return hasattr(module, "num_experts") or "router" in type(module).__name__.lower()

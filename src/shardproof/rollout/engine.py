@@ -15,6 +15,7 @@ from shardproof.errors import ShardproofError, error_for, fail
 from shardproof.export.manifest import ExportReceipt
 from shardproof.export.stream import WeightStream
 from shardproof.findings import Finding
+from shardproof.rollout.experts import Experts
 from shardproof.rollout.token_ledger import TokenLedger, appended
 from shardproof.rollout.trajectory import Segment, Trajectory
 
@@ -57,12 +58,22 @@ class Request:
         finished: bool,
         version: int,
         parts: Sequence[tuple[int, int]] = (),
+        experts: Experts | None = None,
     ) -> Trajectory:
         """The trajectory with what the policy wrote at its end.
 
         `parts` are (number of tokens, version) where the weights changed meanwhile; `version` is then the oldest.
+        `experts` are those that were chosen for its tokens, and for what was read since its last turn.
         """
-        segment = Segment(tuple(tokens), "policy", tuple(logprobs), version, trained=True, parts=tuple(parts))
+        segment = Segment(
+            tuple(tokens),
+            "policy",
+            tuple(logprobs),
+            version,
+            trained=True,
+            parts=tuple(parts),
+            experts=experts,
+        )
         return self.trajectory.extended(segment, finished)
 
 

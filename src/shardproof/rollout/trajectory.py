@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
 from typing import Any, Literal
 
+from shardproof.rollout.experts import Experts
+
 Author = Literal["prompt", "policy", "environment", "template", "data"]
 # What ended a conversation: the environment, one of the limits, or a failure of the environment.
 Ending = Literal["", "done", "turns", "tokens", "length", "time", "failed"]
@@ -25,6 +27,8 @@ class Segment:
     reward: float = 0.0  # of the environment for this turn of the policy, as weighed in the total
     # (number of tokens, version) of each part, in order, where the weights changed while the tokens were drawn.
     parts: tuple[tuple[int, int], ...] = ()
+    # Those of the policy's own tokens, and of what it read since its last turn, where they are recorded.
+    experts: Experts | None = None
 
     @property
     def token_versions(self) -> tuple[int | None, ...]:
@@ -119,7 +123,7 @@ class Trajectory:
 
     def to_json(self) -> dict[str, Any]:
         """Plain lists, numbers and text; `from_json` gives the same trajectory back."""
-        return asdict(self)
+        return asdict(self, dict_factory=_plain)
 
     @classmethod
     def from_json(cls, given: Mapping[str, Any]) -> Trajectory:
@@ -130,6 +134,7 @@ class Trajectory:
                     "tokens": tuple(row["tokens"]),
                     "logprobs": None if row["logprobs"] is None else tuple(row["logprobs"]),
                     "parts": tuple((num, version) for num, version in row.get("parts", ())),
+                    "experts": Experts.from_json(row["experts"]) if row.get("experts") else None,
                 }
             )
             for row in given["segments"]
@@ -137,6 +142,10 @@ class Trajectory:
         reward = None if given["reward"] is None else Reward(**given["reward"])
         earlier = tuple(cls.from_json(part) for part in given.get("earlier", ()))
         return cls(**{**given, "segments": segments, "reward": reward, "earlier": earlier})
+
+
+def _plain(fields: list[tuple[str, Any]]) -> dict[str, Any]:
+    return {name: value.to_json() if isinstance(value, Experts) else value for name, value in fields}
 
 
 def reward_of(trajectory: Trajectory) -> Reward:

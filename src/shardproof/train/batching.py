@@ -14,6 +14,7 @@ from shardproof.dist.collectives import exchange
 from shardproof.errors import fail
 
 TokenColumn = list[torch.Tensor]
+ExpertRows = list[torch.Tensor]  # of each sequence [tokens, layers with a router, experts per token]
 
 
 class Batch:
@@ -21,7 +22,8 @@ class Batch:
 
     A column has one value per sequence, or one per token. A sequence of n tokens has n - 1 predictions, so a token column
     has n - 1 values; one of n values belongs to the tokens themselves, and its first value is dropped.
-    Several sequences may be parts of one conversation (`in_conversations`), which is weighed as one.
+    Several sequences may be parts of one conversation (`in_conversations`), which is weighed as one. Of a mixture of
+    experts, the experts of each token may be given (`with_experts`): the policy is then scored and updated with these.
     """
 
     def __init__(self, sequences: Sequence[Sequence[int]], **columns: Any):
@@ -32,6 +34,7 @@ class Batch:
                     "C004", "batch", f"sequence {index} has {len(sequence)} tokens; it needs at least two."
                 )
         self.conversations = list(range(len(self.sequences)))  # equal numbers: parts of one conversation
+        self.experts: ExpertRows | None = None
         self.columns: dict[str, TokenColumn] = {
             name: self._token_column(name, values) for name, values in columns.items() if values is not None
         }
@@ -75,29 +78,46 @@ class Batch:
 
     def with_column(self, name: str, values: TokenColumn) -> Batch:
         """A copy with one column added or replaced."""
-        return self._like(self.sequences, self.conversations, {**self.columns, name: values})
+        return self._like(self.sequences, self.conversations, {**self.columns, name: values}, self.experts)
 
     def in_conversations(self, numbers: Sequence[int]) -> Batch:
         """A copy whose sequences belong to the conversations with these numbers; before, each was one of its own."""
         if len(numbers) != len(self):
             message = f"there are {len(numbers)} numbers of conversations for {len(self)} sequences."
             raise fail("C004", "batch", message)
-        return self._like(self.sequences, list(numbers), self.columns)
+        return self._like(self.sequences, list(numbers), self.columns, self.experts)
+
+    def with_experts(self, experts: Sequence[Any]) -> Batch:
+        """A copy with the experts of each sequence, [tokens, layers with a router, experts per token].
+
+        The policy's routers choose these instead of their own; -1 leaves the choice for a token to its router.
+        """
+        rows = [torch.as_tensor(each, dtype=torch.int16) for each in experts]
+        if [len(each) for each in rows] != self.lengths or any(each.ndim != 3 for each in rows):
+            shapes = [list(each.shape) for each in rows]
+            message = f"experts have the shapes {shapes}, expected [tokens, layers, experts per token] of each sequence."
+            raise fail("C004", "batch", message)
+        return self._like(self.sequences, self.conversations, self.columns, rows)
 
     def select(self, indices: Sequence[int]) -> Batch:
         """The sequences at `indices`, with their columns."""
         columns = {name: [values[i] for i in indices] for name, values in self.columns.items()}
         conversations = [self.conversations[i] for i in indices]
-        return self._like([self.sequences[i] for i in indices], conversations, columns)
+        experts = None if self.experts is None else [self.experts[i] for i in indices]
+        return self._like([self.sequences[i] for i in indices], conversations, columns, experts)
 
     @staticmethod
     def _like(
-        sequences: list[list[int]], conversations: list[int], columns: Mapping[str, TokenColumn]
+        sequences: list[list[int]],
+        conversations: list[int],
+        columns: Mapping[str, TokenColumn],
+        experts: ExpertRows | None,
     ) -> Batch:
         batch = Batch.__new__(Batch)
         batch.sequences = sequences
         batch.conversations = conversations
         batch.columns = dict(columns)
+        batch.experts = experts
         return batch
 
     def sequence_indices(self) -> torch.Tensor:
@@ -124,12 +144,20 @@ def batch_facts(batch: Batch, micro_batch_tokens: int, share: int) -> dict[str, 
     """What the other ranks must know of this rank's batch before it is spread; `share` ranks hold each sequence."""
     if micro_batch_tokens < 1:
         raise fail("C001", "batch", f"micro_batch_tokens={micro_batch_tokens} must be positive.")
-    digest = hashlib.sha256(str(batch.sequences).encode()).hexdigest() if share > 1 else None
     return {
         "sequences": len(batch),
         "parts": _bins_needed(batch.lengths, micro_batch_tokens),
-        "digest": digest,
+        "digest": _digest(batch) if share > 1 else None,
+        "experts": batch.experts is not None,
     }
+
+
+def _digest(batch: Batch) -> str:
+    """Of the sequences and of what goes through the model with them."""
+    found = hashlib.sha256(str(batch.sequences).encode())
+    for rows in batch.experts or ():
+        found.update(rows.numpy().tobytes())
+    return found.hexdigest()
 
 
 def check_same_in_group(facts: Sequence[Mapping[str, Any]], share: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +12,7 @@ from shardproof.model import hf_private
 from shardproof.model.attention import PACKED
 from shardproof.model.head import head_facts
 from shardproof.model.roles import CRITIC
+from shardproof.model.routing import Routers
 from shardproof.shard.sharded_model import ShardedModel
 from shardproof.train.batching import Batch
 from shardproof.train.inputs import Inputs
@@ -58,13 +59,18 @@ def evaluating(policy: ShardedModel) -> Iterator[None]:
 
 
 @contextmanager
-def scoring_context(policy: ShardedModel, scoring: Scoring) -> Iterator[None]:
-    """The model attends as `scoring` says inside the block, which must hold the backward pass too."""
-    if scoring.attention is None:
-        yield
-        return
-    with hf_private.attention_implementation(policy.model, scoring.attention):
-        yield
+def scoring_context(policy: ShardedModel, scoring: Scoring, routers: Routers | None = None) -> Iterator[None]:
+    """The model attends as `scoring` says inside the block, which must hold the backward pass too.
+
+    `routers`, if given to `score` inside, choose by themselves again when the block ends.
+    """
+    attention = scoring.attention
+    try:
+        with hf_private.attention_implementation(policy.model, attention) if attention else nullcontext():
+            yield
+    finally:
+        if routers is not None:
+            routers.replay(None)
 
 
 def score(
@@ -75,14 +81,18 @@ def score(
     temperature: float = 1.0,
     want_entropy: bool = False,
     want_router: bool = False,
+    routers: Routers | None = None,
 ) -> tuple[Scored, torch.Tensor | None]:
     """What the model says about a micro-batch's predictions, in one row, and the router's statistics if wanted.
 
     An empty micro-batch runs a dummy sequence, so that this rank takes part in every collective; its row is empty.
+    `routers` choose the micro-batch's experts, until `score` is called again or `scoring_context` ends.
 
     Collective: every rank.
     """
     inputs = Inputs(policy, micro_batch, scoring.packed, every_token=want_router)
+    if routers is not None:
+        routers.replay(inputs.experts)
     if policy.role == CRITIC:
         row = policy.module(task="values", use_cache=False, **inputs.model_inputs)[0].float()
         empty = row.new_empty(0)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import torch
+from torch.nn.functional import pad
 
 from shardproof.model.packing import Packing, to_device
+from shardproof.model.routing import NO_RECORD
 from shardproof.shard.sharded_model import ShardedModel
 from shardproof.train.batching import Batch
 
@@ -46,6 +48,11 @@ class Inputs:
             )
             self.model_inputs["position_ids"] = to_device(positions[local], device)[None]
             self.model_inputs["packing"] = Packing(padded, device, self._group)
+        self.experts: torch.Tensor | None = None
+        if micro_batch.experts:
+            rows = torch.cat([each[: len(each) - trimmed] for each in micro_batch.experts])
+            filled = pad(rows, (0, 0, 0, 0, 0, fill), value=NO_RECORD)[local]
+            self.experts = to_device(filled.contiguous(), device).long()
         keep = _prediction_positions(lengths, trimmed) if micro_batch.sequences else torch.arange(0)
         self._keep = to_device(keep, device)
 

@@ -41,6 +41,7 @@ def backward(policy: ShardedModel, work: Work, index: int, sums: MetricSums) -> 
             temperature=work.temperature,
             want_entropy=work.loss.want_entropy,
             want_router=bool(work.router_coef),
+            routers=work.routers,
         )
     row = scored.values if policy.role == CRITIC else scored.logps
     if len(micro_batch):

@@ -14,6 +14,7 @@ from shardproof.dist.collectives import together
 from shardproof.errors import error_for, fail
 from shardproof.model.families import max_positions, num_experts
 from shardproof.model.roles import CRITIC, REFERENCE
+from shardproof.model.routing import Routers
 from shardproof.shard.attest import check_optimizer
 from shardproof.shard.settings import FSDP1
 from shardproof.shard.sharded_model import ShardedModel
@@ -29,6 +30,7 @@ from shardproof.train.batching import (
 from shardproof.train.forward import Scoring, vocabulary_size
 from shardproof.train.loss import Loss, find_loss
 from shardproof.train.recompute import Recompute, StepPlan
+from shardproof.train.routing import replayed_routers
 from shardproof.train.scoring import scoring_of
 from shardproof.train.state import training_state
 
@@ -64,6 +66,7 @@ class Work:
     router_coef: float
     num_tokens: int  # counted predictions of the global batch
     stays_gathered: bool  # parameters are gathered once, for all micro-batches
+    routers: Routers | None  # that choose the experts which the micro-batches name; None: they name none
 
 
 def prepare(
@@ -90,6 +93,7 @@ def prepare(
     check_same_in_group(message.rows, share)
     batch = _weighed(batch, message.rows, share)
     scoring = scoring_of(policy)
+    routers = replayed_routers(policy, message.rows)
     parts = [part for part, _ in spread(batch, message.rows, one_by_one=not scoring.packed)]
     if policy.strategy == FSDP1 and policy.settings.cpu_offload and len(parts) > 1:
         text = f"strategy='fsdp1' with cpu_offload=True cannot accumulate gradients over {len(parts)} micro-batches."
@@ -99,7 +103,15 @@ def prepare(
     stays = recompute is not None and recompute.stays_gathered
     stays = stays or policy.settings.reshard_after_forward is False
     return Work(
-        parts, scoring, recompute, loss, settings.temperature, settings.router_coef, num_tokens, stays
+        parts,
+        scoring,
+        recompute,
+        loss,
+        settings.temperature,
+        settings.router_coef,
+        num_tokens,
+        stays,
+        routers,
     )
 
 

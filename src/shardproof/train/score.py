@@ -21,6 +21,7 @@ from shardproof.shard.torch_private import reshard, staying_gathered
 from shardproof.train.batching import Batch, batch_facts, check_batch, check_same_in_group, spread
 from shardproof.train.forward import evaluating, score, scoring_context, vocabulary_size
 from shardproof.train.loss import Scored
+from shardproof.train.routing import replayed_routers
 from shardproof.train.scoring import scoring_of
 
 _DEFAULT_TOKENS = 16384
@@ -34,6 +35,7 @@ def logprobs(
     adapters: bool = ...,
     entropy: Literal[False] = ...,
     micro_batch_tokens: int = ...,
+    experts: Sequence[torch.Tensor] | None = ...,
 ) -> list[torch.Tensor]: ...
 
 
@@ -46,6 +48,7 @@ def logprobs(
     *,
     entropy: Literal[True],
     micro_batch_tokens: int = ...,
+    experts: Sequence[torch.Tensor] | None = ...,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]: ...
 
 
@@ -56,17 +59,19 @@ def logprobs(
     adapters: bool = True,
     entropy: bool = False,
     micro_batch_tokens: int = _DEFAULT_TOKENS,
+    experts: Sequence[torch.Tensor] | None = None,
 ) -> list[torch.Tensor] | tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Log-probs of this rank's tokens, given the tokens before them, without gradients; with `entropy`, entropies too.
 
-    A sequence of n tokens gives n - 1 values. `adapters=False` scores with the LoRA base. A value that is not finite
-    raises on every rank, naming role, rank and position.
+    A sequence of n tokens gives n - 1 values. `adapters=False` scores with the LoRA base. `experts`, as
+    `Batch.with_experts` takes them, are chosen instead of the routers' own. A value that is not finite raises on every
+    rank, naming role, rank and position.
 
     Collective: every rank; ranks of one sequence-parallel group pass the same sequences.
     """
     if policy.role == CRITIC:
         raise fail("C001", "logprobs", "a critic has values, not log-probs; use shardproof.values.")
-    scored = _score_all(policy, sequences, temperature, adapters, entropy, micro_batch_tokens)
+    scored = _score_all(policy, sequences, temperature, adapters, entropy, micro_batch_tokens, experts)
     logps = [each.logps for each in scored]
     _check_finite(policy, "log-prob", logps)
     return (logps, [each.entropy for each in scored]) if entropy else logps
@@ -94,25 +99,32 @@ def _score_all(
     adapters: bool,
     want_entropy: bool,
     micro_batch_tokens: int,
+    experts: Sequence[torch.Tensor] | None = None,
 ) -> list[Scored]:
     share = policy.sequence_parallel
     with together("score") as message:
         policy.check_resident("score")
-        batch = Batch(sequences)
+        batch = Batch(sequences) if experts is None else Batch(sequences).with_experts(experts)
         check_batch(batch, vocabulary=vocabulary_size(policy), max_length=max_positions(policy.model.config))
         require_number("score", "temperature", temperature, above=0)
         message.mine = batch_facts(batch, micro_batch_tokens, share)
     check_same_in_group(message.rows, share)
-    scoring = scoring_of(policy)
+    scoring, routers = scoring_of(policy), replayed_routers(policy, message.rows)
     results: dict[int, Scored] = {}
-    with torch.no_grad(), evaluating(policy), scoring_context(policy, scoring), ExitStack() as stack:
+    with torch.no_grad(), evaluating(policy), ExitStack() as stack:
+        stack.enter_context(scoring_context(policy, scoring, routers))
         if not adapters:
             stack.enter_context(adapters_off(policy.model))
         if policy.settings.reshard_after_forward is False:
             stack.enter_context(staying_gathered(policy.module))
         for micro_batch, indices in spread(batch, message.rows, one_by_one=not scoring.packed):
             scored, _ = score(
-                policy, micro_batch, scoring, temperature=temperature, want_entropy=want_entropy
+                policy,
+                micro_batch,
+                scoring,
+                temperature=temperature,
+                want_entropy=want_entropy,
+                routers=routers,
             )
             results.update(zip(indices, _split(scored, micro_batch.lengths), strict=True))
     # FSDP2 keeps its root gathered after a forward without gradients; whoever looks at parameters next wants shards.

@@ -7,6 +7,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from shardproof.model.routing import Routers
 from shardproof.shard.sharded_model import ShardedModel
 from shardproof.train.forward import Scoring
 from shardproof.train.recompute import Recompute
@@ -21,6 +22,7 @@ class TrainingState:
     checked_optimizer: torch.optim.Optimizer | None = (
         None  # the last one found to hold all trainable parameters
     )
+    routers: Routers | None = None  # of a mixture of experts whose choices are replayed; found on first use
     num_skipped: int = 0  # steps skipped in a row
 
 

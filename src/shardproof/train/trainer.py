@@ -117,7 +117,7 @@ class Trainer:
 
         Collective: every rank.
         """
-        with scoring_context(self.model, work.scoring):
+        with scoring_context(self.model, work.scoring, work.routers):
             sums = MetricSums(work.loss.metrics)
             losses = accumulate(self.model, work, sums)
             with FirstState(self.optimizer) as state:
