@@ -120,6 +120,39 @@ def test_limits_that_may_be_off(value):
     parse_recipe(recipe_with(("optimizer", "max_grad_norm"), value), "recipe")
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "rollout", "said"),
+    [
+        ({"correction": "icepop", "icepop_bounds": [5.0, 0.5]}, {}, "icepop_bounds: the first must be below"),
+        ({"correction": "mis", "tis_cap": 3.0}, {}, "tis_cap is for correction='tis', not for 'mis'"),
+        ({"mis_cap": 3.0}, {}, "mis_cap is for correction='mis', not for 'tis'"),
+        ({"correction": "none", "icepop_bounds": [0.1, 2.0]}, {}, "icepop_bounds is for correction='icepop'"),
+        ({"correction": "mis", "trust_region": "behaviour"}, {}, "has nothing to correct"),
+        ({"correction": "mis"}, {"top_p": 0.9}, "algorithm.correction='mis' with rollout.top_p=0.9"),
+        ({"trust_region": "behaviour"}, {"top_p": 0.9}, "algorithm.trust_region='behaviour' with"),
+        ({"name": "sft", "correction": "none"}, {}, "are for algorithms that sample, not for sft"),
+        ({"correction": "iceberg"}, {}, "algorithm.correction"),
+    ],
+)
+def test_corrections_that_do_not_fit_together(algorithm, rollout, said):
+    with pytest.raises(sp.ConfigError) as caught:
+        parse_recipe(RECIPE | {"algorithm": algorithm, "rollout": rollout}, "recipe")
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        {"correction": "mis", "mis_cap": 3.0, "tis_cap": 2.0},
+        {"correction": "icepop", "icepop_bounds": [0.1, 2.0]},
+        {"correction": "none"},
+        {"trust_region": "behaviour"},
+    ],
+)
+def test_corrections_that_do(algorithm):
+    parse_recipe(RECIPE | {"algorithm": algorithm}, "recipe")
+
+
 # Whole files.
 
 BAD_RECIPES = {

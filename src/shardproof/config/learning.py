@@ -26,6 +26,7 @@ from shardproof.user_code import is_user_name
 
 OPTIMIZERS = ("adamw", "muon")
 _OPTIMIZER_KEYS = ("name", "lr", "weight_decay", "betas")  # that every optimizer is given
+_OF_CORRECTIONS = {"tis_cap": "tis", "mis_cap": "mis", "icepop_bounds": "icepop"}
 
 
 class Algorithm(Section):
@@ -55,20 +56,21 @@ class Algorithm(Section):
     router_coef: Coefficient = 0.0
     """Weight of the load-balancing loss of a mixture of experts. Models without a router accept 0 only."""
     correction: Literal["tis", "mis", "icepop", "none"] = "tis"
-    """How tokens count that the engine drew from another distribution than the trainer's: other kernels, or
-    older weights. `"tis"`: importance weight per token, cut off at `tis_cap`. `"mis"`: one weight per sequence,
-    0 above `mis_cap`. `"icepop"`: weight per token, 0 outside of `icepop_bounds`. `"none"`: no correction."""
+    """How tokens count that the engine drew with another probability than the trainer's: it rounds differently,
+    or has older weights. `"tis"`: by their importance weight, at most `tis_cap`. `"mis"`: by that of the whole
+    sequence, not at all above `mis_cap`. `"icepop"`: by their weight, not at all outside of `icepop_bounds`.
+    `"none"`: like all others."""
     tis_cap: Limit | None = 2.0
-    """Upper bound of the importance weight per token (truncated importance sampling). Set it to `none` to
-    disable the correction."""
+    """Upper bound of a token's importance weight, for `correction = "tis"`. Set it to `none` to disable the
+    correction."""
     mis_cap: Limit = 2.0
-    """Sequences whose importance weight is above this are not trained on (masked importance sampling)."""
+    """Largest importance weight of a sequence that is trained on, for `correction = "mis"`."""
     icepop_bounds: tuple[Limit, Limit] = (0.5, 5.0)
-    """Tokens whose importance weight is outside of these bounds are not trained on (IcePop)."""
+    """Smallest and largest importance weight of a token that is trained on, for `correction = "icepop"`."""
     trust_region: Literal["proximal", "behaviour"] = "proximal"
-    """Around which policy the ratio is clipped. `"proximal"`: the weights at the beginning of the step, with
-    the correction for what the engine drew (the decoupled objective). `"behaviour"`: the engine's own log-probs,
-    without a correction."""
+    """The policy that the clipped ratio is measured from. `"proximal"`: the weights at the beginning of the
+    step, with `correction` for what the engine drew (the decoupled objective). `"behaviour"`: the policy that
+    drew the tokens, by the engine's own log-probs; there is no correction then."""
     updates_per_batch: Count = 1
     """Optimizer updates per step: the step's prompts are split into this many equal parts.
     `train.prompts_per_step` must be divisible by it."""
@@ -103,6 +105,21 @@ class Algorithm(Section):
     def _has_options(self) -> Algorithm:
         if self.options and not is_user_name(self.name):
             raise ValueError(f"options are only for your own algorithm (module:name), not for {self.name!r}")
+        return self
+
+    @model_validator(mode="after")
+    def _corrects_in_one_way(self) -> Algorithm:
+        low, high = self.icepop_bounds
+        if not low < high:
+            raise ValueError(f"icepop_bounds: the first must be below the second, not ({low}, {high})")
+        if self.trust_region == "behaviour" and self.correction in ("mis", "icepop"):
+            raise ValueError(
+                f"trust_region='behaviour' measures the ratio from the engine's own log-probs, so correction="
+                f"{self.correction!r} has nothing to correct: remove one of them"
+            )
+        for key, owner in _OF_CORRECTIONS.items():
+            if self.correction != owner and getattr(self, key) != type(self).model_fields[key].default:
+                raise ValueError(f"{key} is for correction={owner!r}, not for {self.correction!r}")
         return self
 
 

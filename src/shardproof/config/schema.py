@@ -103,6 +103,10 @@ def spec_problem(recipe: Recipe, spec: AlgorithmSpec) -> str | None:
         return f"algorithm.kl_coef and algorithm.entropy_coef are for algorithms that sample, not for {name}"
     if not spec.samples and settings.updates_per_batch > 1:
         return f"algorithm.updates_per_batch: {name} takes one update per batch; raise train.steps instead"
+    if not spec.samples and (settings.correction != "tis" or settings.trust_region != "proximal"):
+        return (
+            f"algorithm.correction and algorithm.trust_region are for algorithms that sample, not for {name}"
+        )
     if spec.compares_group and recipe.rollout.group_size < 2:
         return f"rollout.group_size=1: {name} compares completions of one prompt and needs at least 2"
     if settings.credit == "turn" and not spec.compares_group:
@@ -148,6 +152,12 @@ def _sampling(recipe: Recipe) -> str | None:
         return "rollout.offload_policy: the sharded engine samples from the policy itself, which must stay on the device"
     if settings.overlong_from is not None and settings.overlong_from >= rollout.max_new_tokens:
         return "algorithm.overlong_from must be below rollout.max_new_tokens"
+    if rollout.top_p < 1.0 and (settings.correction == "mis" or settings.trust_region == "behaviour"):
+        key = "correction='mis'" if settings.correction == "mis" else "trust_region='behaviour'"
+        return (
+            f"algorithm.{key} with rollout.top_p={rollout.top_p}: engines report probabilities within the nucleus, and "
+            "the ratio would mostly measure the nucleus; set rollout.top_p=1.0, or use correction='tis' or 'icepop'"
+        )
     if settings.dynamic_sampling and rollout.group_size < 2:
         return (
             "algorithm.dynamic_sampling drops groups of equal rewards: rollout.group_size must be at least 2"

@@ -11,6 +11,7 @@ from dataclasses import replace
 from shardproof.config.schema import Recipe
 from shardproof.dist.collectives import exchange, together
 from shardproof.dist.launch import init_distributed
+from shardproof.findings import Finding
 from shardproof.rl.agreement import agree_on
 from shardproof.rl.conversations.measures import NAME
 from shardproof.rl.evaluation import evaluate
@@ -114,6 +115,7 @@ def one_step(run: Run, step: int, folder: RunFolder) -> dict[str, float]:
     updated = time.perf_counter()
     metrics = experience.metrics | proved | _sync(run, step + 1, folder)
     metrics |= step_metrics(run.algorithm, updates)
+    _warn(folder, step + 1, run.drift.see(step + 1, metrics))
     seconds = time.perf_counter() - started
     tokens = sum(run.share.once(exchange(sum(experience.batch.lengths))))
     metrics |= {
@@ -201,10 +203,14 @@ def _sync(run: Run, step: int, folder: RunFolder) -> dict[str, float]:
     tolerance = run.recipe.canary_tolerance
     with proving(folder, step, "sync", tolerance=tolerance) as proof:
         metrics = hand_over(run.sampler.engine, run.weights, request, run.sampling, tolerance, proof)
-    for finding in proof.findings:
+    _warn(folder, step, proof.findings)
+    return metrics | version
+
+
+def _warn(folder: RunFolder, step: int, findings: Sequence[Finding]) -> None:
+    for finding in findings:
         folder.note(step, "finding", str(finding))
         logger.warning("%s", finding)
-    return metrics | version
 
 
 def _evaluate(run: Run, step: int) -> dict[str, float]:

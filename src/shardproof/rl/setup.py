@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -26,6 +26,7 @@ from shardproof.rl.checks import Inputs, check_inputs, make_lora
 from shardproof.rl.conversations.prepare import start_workers
 from shardproof.rl.conversations.waves import Conversations
 from shardproof.rl.data import Prompt, PromptStream, Share
+from shardproof.rl.drift import MismatchWatch
 from shardproof.rl.experience import Scorers
 from shardproof.rl.proofs import Ledger, proved_load
 from shardproof.rl.rewards import RewardRunner, RewardSpec
@@ -59,6 +60,7 @@ class Run:
     sampling: Sampling
     share: Share  # of the prompts, that this rank takes
     canary: tuple[int, ...]  # a prompt on which engine and trainer are compared
+    drift: MismatchWatch = field(default_factory=MismatchWatch)
 
 
 def set_up(recipe: Recipe, ledger: Ledger | None = None, step: int = 0) -> Run:

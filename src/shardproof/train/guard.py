@@ -61,18 +61,18 @@ def agree(
     A `problem` that any rank has with its optimizer's memory is raised on all. This is the step's only wait for the
     device. Collective: every rank.
     """
-    names = list(sums.rows())
+    partial = sums.rows()
     device_row = torch.cat(
         [
             torch.stack([*losses, square_norm]).double(),
-            *(sums.rows()[name].double() for name in names),
+            *(part.double() for part in partial.values()),
         ]
     )
-    row = device_row.tolist()
+    numbers = iter(device_row.tolist())
     mine = {
-        "losses": row[: len(losses)],
-        "square_norm": row[len(losses)],
-        "metrics": {n: row[len(losses) + 1 + 2 * i :][:2] for i, n in enumerate(names)},
+        "losses": list(itertools.islice(numbers, len(losses))),
+        "square_norm": next(numbers),
+        "metrics": {name: list(itertools.islice(numbers, len(part))) for name, part in partial.items()},
         "problem": problem,
     }
     rows = exchange(mine)

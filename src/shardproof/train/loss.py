@@ -9,6 +9,7 @@ import torch
 
 from shardproof.bounds import require_number
 from shardproof.errors import choose, fail
+from shardproof.train.corrections import Correction, find_correction, mismatch_kl
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Loss:
     name: str
     function: LossFunction
     columns: tuple[str, ...] = ()  # that the batch must have
-    metrics: Mapping[str, str] = field(default_factory=dict)  # {name: "mean" | "sum" | "max" | "min"}
+    metrics: Mapping[str, str] = field(default_factory=dict)  # {name: "mean" | "sum" | "max" | "min" | "ess"}
     want_entropy: bool = False
     role: str = "policy"
 
@@ -115,19 +116,27 @@ class _PolicyGradient:
     kl_ratio_correction: bool
     report_kl: bool
     rollout_top_p: float | None
-    tis_cap: float | None
+    correction: Correction | None
+    trust_region: str
 
     def __call__(self, scored: Scored, columns: Columns) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        old = columns.get("old_logps", scored.logps.detach())
+        trainers = columns.get("old_logps", scored.logps.detach())
+        old = columns["rollout_logps"] if self.trust_region == "behaviour" else trainers
         ratio = torch.exp(scored.logps - old)
         loss, changed = self.surrogate(scored.logps, old, columns, self.clip_low, self.clip_high)
         metrics = {"ratio/mean": ratio.detach(), "ratio/max": ratio.detach(), "clip_fraction": changed}
         if self.rollout_top_p is not None:
-            gap = old - columns["rollout_logps"]
-            if self.tis_cap is not None:
-                loss = loss * torch.exp(gap).clamp(max=self.tis_cap)
-            distance = {"mismatch/mean": gap.abs(), "mismatch/max": gap.abs(), "nucleus/mean": -gap}
-            metrics |= {"loss/policy": loss.detach(), **distance}
+            gap = trainers - columns["rollout_logps"]
+            if self.correction is not None:
+                weights, told = self.correction.weigh(gap, columns)
+                loss = loss * weights
+                metrics |= told
+            distance = {
+                "mismatch/mean": gap.abs(),
+                "mismatch/max": gap.abs(),
+                "mismatch/kl": mismatch_kl(gap),
+            }
+            metrics |= {"loss/policy": loss.detach(), "nucleus/mean": -gap, **distance}
         if self.report_kl:
             kl = kl_estimate(scored.logps, columns["ref_logps"], self.kl_estimator)
             metrics["kl/mean"] = kl.detach()
@@ -148,7 +157,9 @@ class _PolicyGradient:
             found = {"loss/policy": "mean", "clip_fraction": "mean", "ratio/max": "max"}
             # Log-probs of a nucleus say how much likelier its tokens were made, not how far two models are apart.
             whole = self.rollout_top_p == 1.0
-            found |= {"mismatch/mean": "mean", "mismatch/max": "max"} if whole else {"nucleus/mean": "mean"}
+            distance = {"mismatch/mean": "mean", "mismatch/max": "max", "mismatch/kl": "mean"}
+            found |= distance if whole else {"nucleus/mean": "mean"}
+        found |= {} if self.correction is None else self.correction.metrics
         found |= {"kl/mean": "mean"} if self.report_kl else {}
         return found | ({"entropy/mean": "mean"} if self.entropy_coef else {})
 
@@ -164,7 +175,11 @@ def policy_gradient(
     kl_ratio_correction: bool = False,
     report_kl: bool = False,
     rollout_top_p: float | None = None,
+    correction: str = "tis",
     tis_cap: float | None = None,
+    mis_cap: float = 2.0,
+    icepop_bounds: tuple[float, float] = (0.5, 5.0),
+    trust_region: str = "proximal",
     name: str = "policy",
 ) -> Loss:
     """A policy gradient: surrogate(r, A) + kl_coef KL - entropy_coef H, with r = exp(logp - old_logp).
@@ -174,8 +189,9 @@ def policy_gradient(
     and the expected gradient of k3 is then that of the KL. `report_kl` measures it where kl_coef is 0, too.
 
     `rollout_top_p` says that the batch has `rollout_logps`, those that its tokens were drawn with, and from which
-    nucleus. Their distance from the trainer's is reported, the surrogate is multiplied by
-    min(exp(old_logp - rollout_logp), tis_cap), and without `old_logps` the policy is its own old policy.
+    nucleus. Their distance from the trainer's is reported, and without `old_logps` the policy is its own old policy.
+    The surrogate is multiplied by the weights of a `correction` (train/corrections.py): "tis" with a `tis_cap`, "mis",
+    "icepop" or "none". With trust_region="behaviour", r = exp(logp - rollout_logp), and nothing is corrected.
     """
     high = clip_low if clip_high is None else clip_high
     require_number("loss", "clip_low", clip_low, at_least=0)
@@ -183,8 +199,9 @@ def policy_gradient(
     require_number("loss", "kl_coef", kl_coef, at_least=0)
     require_number("loss", "entropy_coef", entropy_coef, at_least=0)
     choose("loss", "kl_estimator", kl_estimator, ("k1", "k2", "k3"))
-    if tis_cap is not None and rollout_top_p is None:
-        raise fail("C001", "loss", f"tis_cap={tis_cap} needs rollout log-probs.", fix="set rollout_top_p")
+    choose("loss", "trust_region", trust_region, ("proximal", "behaviour"))
+    found = find_correction(correction, tis_cap, mis_cap, icepop_bounds)
+    _check_drawn(found, trust_region, rollout_top_p)
     if isinstance(surrogate, str):
         surrogate = SURROGATES[choose("loss", "surrogate", surrogate, SURROGATES)]
     function = _PolicyGradient(
@@ -197,11 +214,27 @@ def policy_gradient(
         kl_ratio_correction=kl_ratio_correction,
         report_kl=report_kl or bool(kl_coef),
         rollout_top_p=rollout_top_p,
-        tis_cap=tis_cap,
+        correction=found if trust_region == "proximal" else None,
+        trust_region=trust_region,
     )
     columns = ["advantages", "old_logps" if rollout_top_p is None else "rollout_logps"]
     columns += ["ref_logps"] if function.report_kl else []
     return Loss(name, function, tuple(columns), function.reductions, want_entropy=bool(entropy_coef))
+
+
+def _check_drawn(correction: Correction | None, trust_region: str, top_p: float | None) -> None:
+    """Raise for what needs the log-probs that tokens were drawn with, if there are none, or only those of a nucleus."""
+    asked = correction.name if correction is not None else None
+    asked = trust_region if trust_region == "behaviour" else asked
+    if asked is None:
+        return
+    if top_p is None:
+        raise fail("C001", "loss", f"{asked!r} needs rollout log-probs.", fix="set rollout_top_p")
+    if top_p < 1.0 and asked in ("mis", "behaviour"):
+        message = (
+            f"{asked!r} needs log-probs of the whole distribution, not of a nucleus (rollout_top_p={top_p})."
+        )
+        raise fail("C001", "loss", message, fix="use tis or icepop, or rollout_top_p=1.0")
 
 
 def value(clip: float | None = None) -> Loss:

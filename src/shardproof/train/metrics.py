@@ -11,11 +11,15 @@ from shardproof.bounds import largest
 from shardproof.errors import choose, error_for
 from shardproof.findings import Finding
 
-REDUCTIONS = ("sum", "mean", "max", "min")
+REDUCTIONS = ("sum", "mean", "max", "min", "ess")
 
 
 class MetricSums:
-    """Running reductions of per-token values over micro-batches. Adding to it never waits for the device."""
+    """Running reductions of per-token values over micro-batches. Adding to it never waits for the device.
+
+    `ess` is the effective sample size of weights as a share of their number: (sum w)^2 / (n sum w^2). Where a weight
+    belongs to several tokens, its value has two rows: the weights, and how much each of them counts.
+    """
 
     def __init__(self, reductions: Mapping[str, str]):
         for name, reduction in reductions.items():
@@ -34,12 +38,17 @@ class MetricSums:
             )
 
     def rows(self) -> dict[str, torch.Tensor]:
-        """Name to its [2] partial result, still on the device."""
+        """Name to its partial result, the second number of which is a count, still on the device."""
         return self._partial
 
 
 def _partial(value: torch.Tensor, counted: torch.Tensor, reduction: str) -> torch.Tensor:
     number = counted.sum().float()
+    if reduction == "ess":
+        weights, times = value if value.ndim == 2 else (value, torch.ones_like(value))
+        times = torch.where(counted, times, 0.0)
+        weights = torch.where(counted, weights, 0.0)
+        return torch.stack([(times * weights).sum(), times.sum(), (times * weights.square()).sum()])
     if reduction in ("sum", "mean"):
         return torch.stack([torch.where(counted, value, 0.0).sum(), number])
     edge = float("-inf") if reduction == "max" else float("inf")
@@ -49,7 +58,7 @@ def _partial(value: torch.Tensor, counted: torch.Tensor, reduction: str) -> torc
 
 
 def _merge(a: torch.Tensor, b: torch.Tensor, reduction: str) -> torch.Tensor:
-    if reduction in ("sum", "mean"):
+    if reduction in ("sum", "mean", "ess"):
         return a + b
     pick = torch.maximum if reduction == "max" else torch.minimum
     return torch.stack([pick(a[0], b[0]), a[1] + b[1]])
@@ -66,7 +75,7 @@ def check_same_metrics(rows: list[dict[str, Any]]) -> None:
 
 
 def reduce_metrics(rows: list[dict[str, Any]], reductions: Mapping[str, str]) -> dict[str, float]:
-    """One number per metric from every rank's {name: [partial, count]}; raises if ranks have other names."""
+    """One number per metric from every rank's {name: partial result}; raises if ranks have other names."""
     check_same_metrics(rows)
     return {name: _reduce([row[name] for row in rows], reductions.get(name, "mean")) for name in rows[0]}
 
@@ -80,4 +89,7 @@ def _reduce(parts: list[list[float]], reduction: str) -> float:
     if reduction == "min":
         return -largest(-part[0] for part in live)
     total = sum(part[0] for part in live)
+    if reduction == "ess":
+        number, squares = (sum(part[k] for part in live) for k in (1, 2))
+        return total**2 / (number * squares) if squares else 0.0
     return total if reduction == "sum" else total / sum(part[1] for part in live)

@@ -45,9 +45,11 @@ class Algorithm:
         """Which of the scores "ref_logps", "old_logps" and "values" the batch must have."""
         settings = self.settings
         in_reward = settings.kl_coef > 0 and settings.kl_in == "reward"
+        # With one update the policy is its own old policy; by "behaviour" the engine's log-probs stand for it.
+        has_old = settings.updates_per_batch > 1 and settings.trust_region == "proximal"
         needed = {
             "ref_logps": settings.kl_coef > 0,
-            "old_logps": settings.updates_per_batch > 1 or in_reward,
+            "old_logps": has_old or in_reward,
             "values": self.spec.has_critic,
         }
         return frozenset(name for name, is_needed in needed.items() if is_needed)
@@ -98,7 +100,11 @@ class Algorithm:
             kl_ratio_correction=settings.kl_ratio_correction,
             report_kl=settings.kl_coef > 0,
             rollout_top_p=self.rollout.top_p,
+            correction=settings.correction,
             tis_cap=settings.tis_cap,
+            mis_cap=settings.mis_cap,
+            icepop_bounds=settings.icepop_bounds,
+            trust_region=settings.trust_region,
             name=settings.name,
         )
 

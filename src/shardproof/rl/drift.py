@@ -1,0 +1,50 @@
+"""A warning when the engine's and the trainer's probabilities of the sampled tokens drift apart."""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Mapping
+
+from shardproof.findings import Finding
+
+_METRIC = "mismatch/kl"
+_FEW = 3  # steps whose median is the mismatch now: one odd batch says nothing
+_MANY = 20  # steps whose median is the mismatch as it was
+_TIMES = 5.0  # how much larger counts as grown
+_FLOOR = 0.01  # nats per token; below, rounding and ordinary lag explain it
+_PAUSE = 50  # steps between two warnings
+
+
+class MismatchWatch:
+    """Compares each step's mismatch KL with what it was before.
+
+    The mismatch has grown if its median over the last 3 steps is above 0.01 and more than 5 times the lowest median of
+    20 steps in a row so far. The lowest, not the latest: a mismatch that grows slowly is found, too. All ranks have the
+    same metrics, so all find the same.
+    """
+
+    def __init__(self) -> None:
+        self._recent: deque[float] = deque(maxlen=_FEW + _MANY)
+        self._lowest = float("inf")
+        self._silent_until = 0
+
+    def see(self, step: int, metrics: Mapping[str, float]) -> list[Finding]:
+        """What there is to say about this step: nothing, or that the mismatch has grown."""
+        if _METRIC not in metrics:
+            return []
+        self._recent.append(metrics[_METRIC])
+        if len(self._recent) < _FEW + _MANY:
+            return []
+        values = list(self._recent)
+        self._lowest = min(self._lowest, statistics.median(values[:_MANY]))
+        now = statistics.median(values[_MANY:])
+        if now <= max(_FLOOR, _TIMES * self._lowest) or step < self._silent_until:
+            return []
+        self._silent_until = step + _PAUSE
+        times = f"{now / self._lowest:.0f} times" if self._lowest * 1e6 > now else "far above"
+        message = (
+            f"step {step}: the mismatch KL of the last {_FEW} steps is {now:.2g} per token, {times} what it was "
+            f"({self._lowest:.2g}, the lowest median of {_MANY} steps)."
+        )
+        return [Finding("R510", "update", message)]

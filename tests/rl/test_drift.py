@@ -1,0 +1,73 @@
+"""The warning about a growing mismatch: when it comes, and when it must not."""
+
+import random
+
+import pytest
+
+from shardproof.rl.drift import MismatchWatch
+
+
+def warned(values):
+    """The steps, from 1, at which there is a finding."""
+    watch = MismatchWatch()
+    return [
+        step
+        for step, value in enumerate(values, start=1)
+        if any(finding.code == "R510" for finding in watch.see(step, {"mismatch/kl": value}))
+    ]
+
+
+def noisy(level, num, seed=0):
+    draw = random.Random(seed)
+    return [level * draw.lognormvariate(0.0, 0.5) for _ in range(num)]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        noisy(0.02, 500),
+        noisy(1e-12, 100) + noisy(1e-5, 400),  # far more rounding than before, and still rounding
+        [0.0] * 40 + noisy(2e-3, 200),  # what running ahead brings after steps without lag
+        [0.0, 0.0] + noisy(0.05, 300),
+        (noisy(0.01, 60) + [5.0]) * 5,  # one odd batch now and then
+        noisy(0.2, 300)[::-1] + noisy(0.02, 300),
+        noisy(0.001, 10) + noisy(1.0, 10),  # too few to judge by
+        [],
+    ],
+)
+def test_a_mismatch_that_does_not_grow_is_not_mentioned(values):
+    assert warned(values) == []
+
+
+def test_a_jump_is_found_within_three_steps_and_said_again_only_later():
+    steps = warned(noisy(0.004, 40) + noisy(0.3, 110))
+    assert len(steps) == 3 and 41 < steps[0] <= 43
+    assert steps[1] - steps[0] == steps[2] - steps[1] == 50
+
+
+def test_slow_growth_is_found_too():
+    (first, *_) = warned([0.002 * 1.01**step for step in range(400)])
+    assert 0.01 < 0.002 * 1.01**first < 0.05
+
+
+def test_what_came_back_is_not_mentioned_again():
+    assert len(warned(noisy(0.004, 40) + noisy(0.3, 10) + noisy(0.004, 300))) == 1
+
+
+def test_the_message_has_the_numbers():
+    watch = MismatchWatch()
+    for step in range(1, 31):
+        watch.see(step, {"mismatch/kl": 0.015})
+    found = [f for step in range(31, 34) for f in watch.see(step, {"mismatch/kl": 0.21})]
+    (finding,) = found
+    assert str(finding).startswith(
+        "R510 update: step 32: the mismatch KL of the last 3 steps is 0.21 per token, 14 times"
+    )
+    assert "algorithm.correction" in str(finding)
+
+
+def test_runs_without_the_metric_and_a_start_from_zero():
+    watch = MismatchWatch()
+    assert not any(watch.see(step, {"reward/mean": 1.0}) for step in range(100))
+    steps = warned([0.0] * 30 + [0.5] * 3)
+    assert steps == [32]
