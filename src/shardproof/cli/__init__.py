@@ -19,6 +19,7 @@ import typer  # noqa: E402
 from shardproof.cli.demo import demo  # noqa: E402
 from shardproof.cli.explain import explain  # noqa: E402
 from shardproof.cli.publish import push, verify  # noqa: E402
+from shardproof.cli.receive import receive  # noqa: E402
 from shardproof.cli.recipes import recipes  # noqa: E402
 from shardproof.cli.train import train  # noqa: E402
 from shardproof.doctor.commands import CountingCommand, doctor  # noqa: E402
@@ -34,6 +35,7 @@ app.command()(report)
 app.command()(watch)
 app.command()(verify)
 app.command()(push)
+app.command()(receive)
 app.command()(explain)
 app.command(cls=CountingCommand)(doctor)
 app.command(cls=CountingCommand)(estimate)

@@ -30,6 +30,23 @@ _LOST = (
 )
 
 
+class Deadline:
+    """Seconds that several waits share."""
+
+    def __init__(self, seconds: float):
+        self.seconds = seconds
+        self._end = time.monotonic() + seconds
+
+    @property
+    def left(self) -> float:
+        """What is left, never less than a millisecond."""
+        return max(self._end - time.monotonic(), 1e-3)
+
+    @property
+    def over(self) -> bool:
+        return time.monotonic() >= self._end
+
+
 def mesh_groups(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
     """The process groups that a model on this mesh talks through."""
     assert dist.group.WORLD is not None
