@@ -20,7 +20,7 @@ from shardproof.dist.collectives import exchange, together
 from shardproof.export.stream import WeightStream
 from shardproof.rollout.vllm_versions import Interface
 
-_CHUNK_BYTES = 2**29
+CHUNK_BYTES = 2**29
 # What `reduce_tensor` gives: what kind of tensor it is comes first, the same on every rank, then handles and numbers.
 _KIND = 6
 
@@ -74,7 +74,7 @@ class IpcSender:
         Collective: every rank. Memory: the buffer holds at least the largest tensor, at most that or 512 MiB.
         """
         sizes = [meta.nbytes for meta in stream.metadata()]
-        capacity = max(max(sizes), min(sum(sizes), _CHUNK_BYTES))
+        capacity = max(max(sizes), min(sum(sizes), CHUNK_BYTES))
         buffer = torch.empty(capacity, dtype=torch.uint8, device=stream.policy.device)
         with together("sync"):
             if self.client is not None:
