@@ -21,6 +21,7 @@ from aiohttp import web
 
 VOCAB_SIZE = 1000
 LIMIT_S = 20.0  # for whatever a test waits for; nothing comes near it unless something is broken
+_CHANGED = threading.Condition()  # of all servers, so that a test can wait for what any of them does
 
 
 def token_of(weights: int, seed: int, place: int) -> int:
@@ -58,6 +59,7 @@ class FakeVllm:
 
     def __init__(self, socket: Path | None = None, vllm: str = "0.32.0", facts: dict[str, Any] | None = None):
         self.socket, self.vllm, self.port = socket, vllm, 0
+        self.name = ""  # whatever a test calls it
         self.facts = {"vllm": vllm, "lora": False, "config": {}, **(facts or {})}
         self.calls: list[str] = []  # paths, in the order in which they came
         self.bodies: list[dict[str, Any]] = []  # of requests to generate
@@ -72,9 +74,8 @@ class FakeVllm:
         self.keeps_weights = False  # takes every update, and goes on with what it has
         self.held_back = False
         self._born()
-        self._changed = threading.Condition()
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="fake-vllm")
+        self._thread = threading.Thread(target=self._loop.run_forever, name="fake-vllm", daemon=True)
         self._thread.start()
         self._do(self._listen)
 
@@ -102,6 +103,14 @@ class FakeVllm:
         """Have the weights of a version, and its label, as after a sync."""
         self._do(self._serve, run, version)
 
+    def mark(self, label: str) -> None:
+        """Have a label."""
+        self._do(self._mark, label)
+
+    def do(self, path: str, **body: Any) -> Any:
+        """What a route other than the one for completions does and answers."""
+        return self._do(self._control, path, body)
+
     def hold_back(self) -> None:
         """From now on, draw only what `draw` and `go_on` say."""
         self._do(self._hold_back, True)
@@ -127,9 +136,9 @@ class FakeVllm:
         self._do(self._listen)
 
     def until(self, condition: Callable[[], bool]) -> None:
-        """Wait until something is true that changes with what the server is asked."""
-        with self._changed:
-            if not self._changed.wait_for(condition, LIMIT_S):
+        """Wait until something is true that changes with what servers are asked."""
+        with _CHANGED:
+            if not _CHANGED.wait_for(condition, LIMIT_S):
                 raise AssertionError(f"not within {LIMIT_S:g} s; it was asked {self.calls[-10:]}")
 
     def until_at(self, num: int) -> None:
@@ -166,8 +175,8 @@ class FakeVllm:
         return done.result(LIMIT_S)
 
     def _tell(self) -> None:
-        with self._changed:
-            self._changed.notify_all()
+        with _CHANGED:
+            _CHANGED.notify_all()
 
     # The server.
 
@@ -185,9 +194,10 @@ class FakeVllm:
             self.port = self._runner.addresses[0][1]
 
     async def _die(self) -> None:
+        if self._runner.server is None:
+            return  # it is dead
         for site in list(self._runner.sites):
             await site.stop()
-        assert self._runner.server is not None
         for connection in self._runner.server.connections:
             if connection.transport is not None:
                 connection.transport.abort()

@@ -25,11 +25,11 @@ class VllmSettings:
     """
     devices: list[str] = field(default_factory=list)
     """What each started server runs on: GPUs such as `"0"` or `"2,3"`, or on CPUs, cores such as `"0-7"`. One
-    entry per replica. By default they share what the run sees."""
+    entry per replica. By default replicas get GPUs of their own if there are enough, and share CPUs."""
     host: str = "127.0.0.1"
     """Address that a server started by the run listens on."""
     port: Port = 0
-    """Port that a server started by the run listens on. 0: a free one."""
+    """Port that a server started by the run listens on; replicas use the ports that follow. 0: free ones."""
     allow_remote: bool = False
     """Allow an address that other machines can reach. vLLM's weight routes ask for no password: use it on
     trusted networks only."""
@@ -49,7 +49,7 @@ class VllmSettings:
     """Longest prompt plus completion that vLLM accepts, in tokens. By default vLLM decides; lower it to save
     KV cache."""
     tensor_parallel_size: Processes = 1
-    """GPUs that one copy of the model is split over inside vLLM."""
+    """GPUs that each server splits its copy of the model over."""
     gpu_memory_utilization: Share = 0.4
     """Fraction of each GPU's memory for vLLM; the trainer uses the rest."""
     kv_cache_gib: Count = 1
@@ -57,11 +57,21 @@ class VllmSettings:
     args: list[str] = field(default_factory=list)
     """Further arguments of `vllm serve`, such as `["--max-num-seqs", "64"]`."""
     log: str | None = None
-    """File for the output of a server that the run starts. By default a temporary file that is deleted with
-    the server."""
+    """File for the output of a server that the run starts; replicas add their number to its name. By default a
+    temporary file that is deleted with the server."""
     start_timeout_s: Seconds = 600.0
     """Longest wait for the server to start, in seconds."""
     sync_timeout_s: Seconds = 600.0
     """Longest time for one weight sync with all its checks, in seconds."""
     request_timeout_s: Seconds = 1800.0
     """Longest wait for a batch of completions, in seconds."""
+
+    @property
+    def urls(self) -> list[str]:
+        """The addresses in `url`; none if the run starts its servers."""
+        return [self.url] if isinstance(self.url, str) else list(self.url or [])
+
+    @property
+    def num_servers(self) -> int:
+        """Servers that the run uses, its own or others."""
+        return len(self.urls) or self.replicas

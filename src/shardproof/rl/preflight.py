@@ -11,7 +11,6 @@ import os
 import platform
 import re
 import shutil
-import socket
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -36,7 +35,7 @@ from shardproof.rl.place import CHECKPOINTS, check_folder, checkpoint_steps
 from shardproof.rl.same_run import Resume
 from shardproof.rl.sizing.recipe import PROCESS_BYTES, held_in_host
 from shardproof.rl.trackers import check_logins
-from shardproof.rollout.vllm_server import check_settings, check_sleep
+from shardproof.rollout.vllm_places import check_replica_devices, check_settings, check_sleep, port_problem
 from shardproof.rollout.vllm_versions import installed_version, interface_of
 from shardproof.user_code import is_user_name
 from shardproof.weights.reader import open_checkpoint
@@ -145,7 +144,7 @@ def _needed(recipe: Recipe) -> dict[str, str]:
     for name in recipe.output.trackers:
         if not is_user_name(name):
             needed[name] = f"output.trackers={recipe.output.trackers}"
-    if recipe.rollout.engine == "vllm" and recipe.rollout.vllm.url is None:
+    if recipe.rollout.engine == "vllm" and not recipe.rollout.vllm.urls:
         needed["vllm"] = "rollout.engine='vllm'"
     return needed
 
@@ -167,24 +166,20 @@ def check_vllm(start: Start) -> list[Finding]:
     if start.recipe.rollout.engine != "vllm":
         return []
     check_settings(vllm)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    check_replica_devices(vllm, device)
     if start.recipe.rollout.sleep:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
         check_sleep(vllm, device, start.recipe.model.lora is not None and vllm.lora == "adapter")
-    version = installed_version() if vllm.url is None else None
+    version = installed_version() if not vllm.urls else None
     if version is not None:
         interface_of(version)
-    if vllm.url is not None or vllm.mode != "server" or not vllm.port or start.num_nodes > 1:
+    if vllm.urls or vllm.mode != "server" or not vllm.port or start.num_nodes > 1:
         return []
-    with socket.socket(socket.AF_INET6 if ":" in vllm.host else socket.AF_INET) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((vllm.host, vllm.port))
-        except OSError as error:
-            message = (
-                f"rollout.vllm.port={vllm.port} on {vllm.host} cannot be used: {error.strerror or error}."
-            )
-            return [_finding("ports", message, "use another port, or 0 for a free one")]
-    return []
+    found = port_problem(vllm.host, range(vllm.port, vllm.port + vllm.replicas))
+    if found is None:
+        return []
+    message = f"rollout.vllm.port={found[0]} on {vllm.host} cannot be used: {found[1]}."
+    return [_finding("ports", message, "use another port, or 0 for a free one")]
 
 
 def check_output(start: Start) -> list[Finding]:

@@ -1,20 +1,19 @@
-"""Bringing weights to a vLLM server in two phases, and proving that they arrived. All of it runs on rank 0.
+"""Bringing weights to one vLLM server in two phases, and proving that they arrived. All of it runs on rank 0.
 
 Prepare, transfer, verify, commit: the server carries the mark of a pending version from the first to the last of them,
-so that nothing it says meanwhile can pass for either version. Whatever fails, the last committed payload, which still
-lies in memory, is brought again.
+so that nothing it says meanwhile can pass for either version. `replicas.py` does it for all servers of a run.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 from shardproof.bounds import largest, within
-from shardproof.errors import ShardproofError, fail
+from shardproof.errors import ShardproofError, error_for, fail
 from shardproof.findings import Finding
 from shardproof.rollout.vllm_client import Deadline, Refused, Unreachable
 from shardproof.rollout.vllm_plugin import BACKEND, EXTENSION
@@ -49,6 +48,7 @@ class Delivered:
     version: int
     expected: Sequence[float]  # the trainer's log-probs of the canary
     update: Mapping[str, Any] = field(default_factory=dict)  # what vLLM's update_weights is told
+    updates: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # by replica, where that differs
     adapter: str | None = None  # the folder of an adapter that is served beside the base
 
 
@@ -76,42 +76,47 @@ class Delivery:
         self.committed: Delivered | None = None
         self.said: list[float] | None = None  # the engine's log-probs of the canary when it was committed
         self.said_at_start: list[float] | None = None  # and before anything was sent
+        self._said_staged: list[float] | None = None  # and of what was verified last
         self.seconds: dict[str, float] = {}
 
-    def deliver(self, payload: Delivered, seconds: float) -> Proof:
-        """Bring a payload, or bring the last committed one again and raise."""
-        try:
-            return self._bring(payload, seconds)
-        except (Unreachable, Refused, ShardproofError) as error:
-            finding = _finding(error)
-            if isinstance(error, Refused) and self.server.is_ours:
-                finding = replace(finding, message=f"{finding.message} It wrote:\n{self.server.log_tail()}\n")
-        ending = self._roll_back(seconds)
-        message = f"{finding.message} Version {payload.version} was not committed; {ending}"
-        raise fail(finding.code, "sync", message, tensor=finding.tensor, fix=finding.fix)
+    @property
+    def name(self) -> str:
+        """What the server is called among those of the run."""
+        return self.server.place.name
 
-    def ensure_current(self, seconds: float) -> None:
-        """Bring a server that was restarted, or left in the middle of a sync, to the committed version."""
-        assert self.committed is not None, "the engine takes no requests before its first sync"
+    def identify(self, seconds: float) -> Interface:
+        """What the server's version of vLLM has and takes; raises R506 for one that is not supported."""
+        deadline = Deadline(seconds)
         try:
-            if self._label_now(Deadline(seconds)) == self.label(self.committed):
-                return
+            self.interface = interface_of(str(self._facts(deadline)["vllm"]), "sync")
+        except (Unreachable, Refused) as error:
+            raise error_for([finding_of(error)]) from error
+        return self.interface
+
+    def is_current(self, payload: Delivered, seconds: float) -> bool:
+        """Whether the server answers, and carries the label of this payload."""
+        try:
+            return not self.server.has_died and self._label_now(Deadline(seconds)) == self.label(payload)
         except (Unreachable, Refused):
-            pass  # it is gone, or hangs; the way back is the same
-        with _named("generate"):
-            self._bring(self.committed, seconds)
+            return False
 
-    def ask(self, path: str, seconds: float) -> None:
-        """Post to a route of the server that needs no body."""
-        with _named("sync"):
-            self.server.client.post(path, None, Deadline(seconds))
+    def is_unchanged(self, deadline: Deadline) -> bool:
+        """Whether the engine still says what it said when its weights were committed.
 
-    def check_unchanged(self, seconds: float) -> None:
-        """Raise if the engine no longer says what it said when its weights were committed."""
-        assert self.said is not None
-        said = self.ask_canary(self.committed, Deadline(seconds))
-        moved = distance(said, self.said)
-        if within(moved, self.tolerance * _REPEATS):
+        While it answers other requests too, kernels that depend on the batch may move what it says.
+        """
+        return self._moved(self.ask_canary(self.committed, deadline)) is None
+
+    def check_alone(self, deadline: Deadline) -> None:
+        """Interrupt all requests, and raise if the engine then no longer says what it said at the commit.
+
+        What was drawn of the requests goes back to those who sent them.
+        """
+        for path in ("/pause?mode=abort", "/resume"):
+            self.server.client.post(path, None, deadline)
+        said = self.ask_canary(self.committed, deadline)
+        moved = self._moved(said)
+        if moved is None:
             return
         who = "its weights were replaced after the sync"
         if self.said_at_start is not None and within(
@@ -120,14 +125,16 @@ class Delivery:
             who = "it is back at the weights it was started with: reload_weights was called after the sync"
         assert self.committed is not None
         version = self.committed.version
-        self._mark(f"{self.label(self.committed)}/replaced", Deadline(seconds))  # so that it is brought again
+        self._mark(f"{self.label(self.committed)}/replaced", deadline)  # so that it is brought again
         message = f"the server's log-probs of the canary moved by {moved:.3g} since version {version} was committed; {who}."
-        raise fail(
-            "R503",
-            "generate",
-            message,
-            fix="do not call reload_weights or update_weights while the run uses the server",
-        )
+        fix = "do not call reload_weights or update_weights while the run uses the server"
+        raise fail("R503", "generate", message, fix=fix)
+
+    def _moved(self, said: list[float]) -> float | None:
+        """How far the engine's log-probs of the canary moved since the commit; None if not at all."""
+        assert self.said is not None
+        moved = distance(said, self.said)
+        return None if within(moved, self.tolerance * _REPEATS) else moved
 
     def label(self, payload: Delivered) -> str:
         """The weight version that vLLM puts on completions."""
@@ -148,20 +155,23 @@ class Delivery:
 
     # The phases, in their order.
 
-    def _bring(self, payload: Delivered, seconds: float) -> Proof:
+    def stage(self, payload: Delivered, seconds: float) -> None:
+        """Bring a payload and prove it: all phases but the commit. A server that is ours and not running is started."""
         self.server.ensure_up(seconds)
-        started = time.perf_counter()
         deadline = Deadline(seconds)
         self.seconds = {}
-        for phase in (self.prepare, self.transfer, self.verify, self.commit):
+        for phase in (self.prepare, self.transfer, self.verify):
             before = time.perf_counter()
             phase(payload, deadline)
             self.seconds[phase.__name__] = time.perf_counter() - before
-        self.seconds["total"] = time.perf_counter() - started
-        return Proof(payload.version, self.gap(payload), dict(self.seconds))
+
+    def bring(self, payload: Delivered, seconds: float) -> None:
+        """Bring a payload through all phases."""
+        self.stage(payload, seconds)
+        self.commit(payload, Deadline(seconds))
 
     def gap(self, payload: Delivered) -> float:
-        """The largest difference between what the engine said last and what the trainer says."""
+        """The largest difference between what the engine said at the commit and what the trainer says."""
         assert self.said is not None
         return distance(self.said, payload.expected)
 
@@ -175,8 +185,13 @@ class Delivery:
         client.post("/resume", None, deadline)
         if self.said_at_start is None and self.committed is None:
             self.said_at_start = self.ask_canary(None, deadline)
+        pending = f"{self.label(payload)}/pending"
+        if not self.interface.weight_versions:
+            # Its completions say nothing: one that is not interrupted in time must not find the label unchanged.
+            self._mark(pending, deadline)
         client.post("/pause?mode=abort", None, deadline)
-        self._mark(f"{self.label(payload)}/pending", deadline)
+        if self.interface.weight_versions:
+            self._mark(pending, deadline)
 
     def transfer(self, payload: Delivered, deadline: Deadline) -> None:
         """Have the workers read and load the payload. They load nothing that is not whole."""
@@ -186,7 +201,8 @@ class Delivery:
             client.post("/v1/load_lora_adapter", body, deadline)
             return
         client.post("/start_weight_update", None, deadline)
-        client.post("/update_weights", {"update_info": dict(payload.update)}, deadline)
+        update = payload.updates.get(self.name, payload.update)
+        client.post("/update_weights", {"update_info": dict(update)}, deadline)
         self._check_reports(payload, deadline)
         client.post("/finish_weight_update", None, deadline)
 
@@ -204,28 +220,15 @@ class Delivery:
         said = self.ask_canary(payload, deadline)
         self.seconds["canary"] = time.perf_counter() - started
         self._check_canary(payload, said)
-        self.said = said
+        self._said_staged = said
 
     def commit(self, payload: Delivered, deadline: Deadline) -> None:
         """Give the server its version; from here on its completions count."""
         self._mark(self.label(payload), deadline)
-        old, self.committed = self.committed, payload
+        old, self.committed, self.said = self.committed, payload, self._said_staged
         if old is not None and old.adapter is not None and old.version != payload.version:
-            self.server.client.post("/v1/unload_lora_adapter", {"lora_name": self.label(old)}, deadline)
-
-    def _roll_back(self, seconds: float) -> str:
-        """Bring the last committed payload again; says how that went."""
-        old = self.committed
-        if old is None:
-            return "the engine has no weights."
-        try:
-            self._bring(old, seconds)
-        except (Unreachable, Refused, ShardproofError) as error:
-            first = str(_finding(error).message).splitlines()[0]
-            return (
-                f"version {old.version} could not be restored either ({first}); the next request tries again."
-            )
-        return f"the server is back at version {old.version}."
+            with suppress(Refused):  # a server that was started again does not have it
+                self.server.client.post("/v1/unload_lora_adapter", {"lora_name": self.label(old)}, deadline)
 
     # What the phases ask of the server.
 
@@ -353,17 +356,8 @@ def distance(some: Sequence[float], others: Sequence[float]) -> float:
     return largest(abs(a - b) for a, b in zip(some, others, strict=True))
 
 
-@contextmanager
-def _named(stage: str) -> Iterator[None]:
-    """Give what the server does not answer, or refuses, its code."""
-    try:
-        yield
-    except (Unreachable, Refused) as error:
-        finding = _finding(error)
-        raise fail(finding.code, stage, finding.message, fix=finding.fix) from error
-
-
-def _finding(error: Exception) -> Finding:
+def finding_of(error: Exception) -> Finding:
+    """What went wrong with a server, as a finding."""
     if isinstance(error, ShardproofError):
         return error.findings[0]
     if isinstance(error, Refused):

@@ -1,7 +1,8 @@
-"""vLLM as a rollout engine: rank 0 talks to the server, the other ranks hand it their requests."""
+"""vLLM as a rollout engine: one server or several, which rank 0 starts, watches and brings weights to."""
 
 from __future__ import annotations
 
+import os
 import secrets
 import shutil
 import tempfile
@@ -11,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from shardproof.config.vllm import VllmSettings
@@ -19,28 +21,29 @@ from shardproof.dist.deadline import deadline, mesh_groups
 from shardproof.dist.region import ranks_apart
 from shardproof.errors import fail
 from shardproof.export.manifest import ExportReceipt
-from shardproof.export.pretrained import described_config, save_pretrained
-from shardproof.export.shared import SharedWeights
+from shardproof.export.pretrained import described_config
 from shardproof.export.stream import WeightStream
 from shardproof.rollout.engine import Request, Sampling
 from shardproof.rollout.queue import BatchEngine
+from shardproof.rollout.replicas import Replicas
 from shardproof.rollout.sync import CANARY_TOKENS, GENERATE, TOLERANCE, Delivered, Delivery, Proof
 from shardproof.rollout.trajectory import Trajectory
 from shardproof.rollout.vllm_client import Deadline, Refused, Unreachable
+from shardproof.rollout.vllm_payload import AdapterPayload, SharedPayload
+from shardproof.rollout.vllm_places import Gpus, check_reach, check_sleep, places, visible_gpus
 from shardproof.rollout.vllm_plugin import BACKEND
 from shardproof.rollout.vllm_senders import Sender, SyncClient, make_sender
-from shardproof.rollout.vllm_server import Served, VllmServer, check_sleep
+from shardproof.rollout.vllm_server import Served, VllmServer
 from shardproof.rollout.vllm_versions import check_sender
 from shardproof.shard.sharded_model import ShardedModel
 from shardproof.train.score import logprobs
 
 _MARGIN_S = 60.0
 _PRIME = 7919
-_ADAPTER = "adapter-"  # and the version: an adapter's folder
 
 
 class VllmEngine(BatchEngine):
-    """A vLLM server that samples from the policy's weights. Collective: every rank makes it."""
+    """vLLM servers that sample from the policy's weights. Collective: every rank makes it."""
 
     version = -1
 
@@ -60,31 +63,38 @@ class VllmEngine(BatchEngine):
         self._sleeps = sleeps
         self._dtype = str(policy.settings.compute_dtype).removeprefix("torch.")
         self._tokens = canary_tokens(policy.model.config.get_text_config().vocab_size)
-        self._buffers: list[SharedWeights] = []
         self._folder: Path | None = None
         self._sender: Sender | None = None  # for vLLM's own transports
-        self.delivery: Delivery | None = None  # on rank 0
-        if self.settings.transport == "shared" and not self._adapter:
-            check_one_host()
+        self.replicas: Replicas | None = None  # on rank 0
+        apart = check_one_host(self.settings, self._adapter)
         with self._deadline(self.settings.start_timeout_s), together("rollout"):
             if dist.get_rank() == 0:
-                self.delivery = self._connect(tolerance or TOLERANCE[self._dtype])
+                self.replicas = self._connect(tolerance or TOLERANCE[self._dtype], apart)
+        self._payload = AdapterPayload(policy, self._folder) if self._adapter else SharedPayload(policy)
 
-    def _connect(self, tolerance: float) -> Delivery:
-        """Start or find the server. Rank 0 alone."""
-        self._folder = Path(tempfile.mkdtemp(prefix="shardproof-"))
+    def _connect(self, tolerance: float, apart: Sequence[int]) -> Replicas:
+        """Start or find the servers. Rank 0 alone."""
         if self._sleeps:
             check_sleep(self.settings, self.policy.device.type, self._adapter)
-        server = VllmServer(self.settings, self._served())
-        if self.settings.transport != "shared":
+        if self.settings.transport in ("nccl", "ipc"):
             check_sender(self.settings.transport)
-        # A run that fails before it closes its engine leaves no server behind.
-        weakref.finalize(self, server.stop)
-        server.ensure_up()
-        backend = BACKEND if self.settings.transport == "shared" else self.settings.transport
+        self._folder = Path(tempfile.mkdtemp(prefix="shardproof-"))
+        served, run = self._served(), f"shardproof-{secrets.token_hex(4)}"
+        backend = BACKEND if self.settings.transport in ("shared", "network") else self.settings.transport
         config = self.policy.model.config.get_text_config().to_dict()
         config |= {"dtype": self._dtype, "backend": backend}
-        return Delivery(server, f"shardproof-{secrets.token_hex(4)}", self._tokens, tolerance, config)
+        servers = [
+            VllmServer(self.settings, served, place)
+            for place in places(self.settings, served.device, find_gpus(served.device))
+        ]
+        deliveries = [Delivery(server, run, self._tokens, tolerance, config) for server in servers]
+        replicas = Replicas(deliveries, self.settings.sync_timeout_s)
+        # A run that fails before it closes its engine leaves no server behind.
+        weakref.finalize(self, replicas.stop)
+        replicas.start()
+        check_reach([server.client.url for server in servers], apart)
+        replicas.identify()
+        return replicas
 
     def _served(self) -> Served:
         folder, rank = self.policy.folder, None
@@ -103,8 +113,13 @@ class VllmEngine(BatchEngine):
         return Served(folder, self._dtype, self.policy.device.type, rank, self._sleeps)
 
     @property
+    def delivery(self) -> Delivery | None:
+        """The way to the first server; None on other ranks than rank 0."""
+        return self.replicas.all[0].delivery if self.replicas is not None else None
+
+    @property
     def server(self) -> VllmServer:
-        """The server. Rank 0 alone."""
+        """The first server. Rank 0 alone."""
         assert self.delivery is not None
         return self.delivery.server
 
@@ -114,54 +129,30 @@ class VllmEngine(BatchEngine):
         return self.proof.gap if self.proof is not None else None
 
     def load_weights(self, stream: WeightStream) -> ExportReceipt:
-        """Bring the policy's weights to the server and prove that they arrived, or leave it with the ones it had.
+        """Bring the policy's weights to all servers and prove that they arrived, or leave them with those they had.
 
-        Collective: every rank. Memory: the payload twice on rank 0's host, the committed one and the one on its way.
+        A server that does not take them is taken out while the others serve them. Collective: every rank.
         """
         self.check_awake("load_weights")
         if stream.policy is not self.policy:
             raise fail("C001", "rollout", "the stream belongs to another policy than the engine.")
-        if self.settings.transport != "shared" and not self._adapter:
+        if self.settings.transport in ("nccl", "ipc") and not self._adapter:
             return self._send_by_vllm(stream)
         started = time.perf_counter()
-        receipt, payload = self._pack_adapter() if self._adapter else self._pack_weights()
+        receipt, payload = self._payload.pack()
         written = time.perf_counter() - started
         (expected,) = logprobs(self.policy, [self._tokens])
         scored = time.perf_counter() - started - written
         with self._deadline(self._sync_deadline_s), together("sync") as message:
-            if self.delivery is not None:
+            if self.replicas is not None:
                 delivered = Delivered(receipt.version, expected.tolist(), **payload)
-                proof = self.delivery.deliver(delivered, self.settings.sync_timeout_s)
+                proof = self.replicas.deliver(delivered)
                 message.mine = [proof.gap, {"write": written, "canary/trainer": scored, **proof.seconds}]
         gap, seconds = message.rows[0]
         self.proof = Proof(receipt.version, gap, seconds)
         self.version = receipt.version
-        # The payload that was committed stays; the next one is written beside it.
-        self._buffers.reverse()
-        if self._folder is not None:
-            for old in self._folder.glob(f"{_ADAPTER}*"):
-                if old.name != f"{_ADAPTER}{self.version}":
-                    shutil.rmtree(old)
+        self._payload.keep()
         return receipt
-
-    def _pack_weights(self) -> tuple[ExportReceipt, dict[str, Any]]:
-        """Write the payload to shared memory. Collective: every rank."""
-        if len(self._buffers) < 2:
-            self._buffers.insert(0, SharedWeights(self.policy, self.policy.settings.compute_dtype))
-        receipt = self._buffers[0].write()
-        digests = receipt.manifest.digests
-        manifest = [
-            (meta.name, str(meta.dtype).removeprefix("torch."), list(meta.shape), digests.get(meta.name))
-            for meta in receipt.manifest.tensors
-        ]
-        return receipt, {"update": {"address": self._buffers[0].address.to_json(), "manifest": manifest}}
-
-    def _pack_adapter(self) -> tuple[ExportReceipt, dict[str, Any]]:
-        """Write the adapter as a folder that vLLM loads. Collective: every rank."""
-        root = broadcast(str(self._folder) if self._folder is not None else None)
-        folder = Path(root) / f"{_ADAPTER}{self.policy.version}"
-        receipt = save_pretrained(self.policy, folder, self.policy.settings.compute_dtype, merge_lora=False)
-        return receipt, {"adapter": str(folder)}
 
     def _send_by_vllm(self, stream: WeightStream) -> ExportReceipt:
         """Bring the weights by vLLM's own NCCL or IPC engine; the canary is the proof, and nothing can be brought back.
@@ -211,17 +202,20 @@ class VllmEngine(BatchEngine):
 
     def _sample(self, asked: list[tuple[tuple[int, ...], int]], sampling: Sampling) -> list[list[Any]]:
         """[tokens, log-probs, finished, version] for each request. Rank 0 alone."""
-        assert self.delivery is not None
-        self.delivery.ensure_current(self.settings.sync_timeout_s)
-        committed = self.delivery.committed
-        assert committed is not None
+        assert self.replicas is not None
+        committed, limit = self.replicas.committed, Deadline(self._sync_deadline_s)
+        assert committed is not None and self.delivery is not None
+        while not self.replicas.serving or not self.delivery.is_current(committed, limit.left):
+            time.sleep(0.1)
+            if limit.over:
+                raise fail("R505", "generate", "no replica serves the current weights.")
         bodies = [_body(tokens, seed, sampling) for tokens, seed in asked]
         if committed.adapter is not None:
             bodies = [body | {"model": self.delivery.label(committed)} for body in bodies]
         limit = Deadline(self.settings.request_timeout_s)
         try:
             replies = self.server.client.post_all(GENERATE, bodies, limit)
-            self.delivery.check_unchanged(limit.left)
+            self.replicas.check_alone(self.replicas.moved())
             version = self.delivery.version_between(limit)
         except Unreachable as error:
             raise fail(
@@ -255,51 +249,55 @@ class VllmEngine(BatchEngine):
         return deadline("sync", "R505", seconds + _MARGIN_S, mesh_groups(self.policy.mesh))
 
     def sleep(self) -> None:
-        """Have the server give up weights and KV cache. Collective: every rank."""
+        """Have the servers give up weights and KV cache. Collective: every rank."""
         self.check_idle("sleep")
         if not self._sleeps:
             fix = "make it with sleeps=True; in a recipe, set rollout.sleep=true"
             raise fail("C001", "sleep", "the server was not started with vLLM's sleep mode.", fix=fix)
-        self._ask_server("/sleep?level=2")
+        with self._deadline(self.settings.sync_timeout_s), together("sync"):
+            if self.replicas is not None:
+                self.replicas.sleep()
         self.version, self.asleep = -1, True
 
     def wake(self) -> None:
-        """Have the server take its memory back; the next sync proves what is in it. Collective: every rank."""
+        """Have the servers take their memory back; the next sync proves what is in it. Collective: every rank."""
         if self.asleep:
-            self._ask_server("/wake_up")
+            with self._deadline(self.settings.sync_timeout_s), together("sync"):
+                if self.replicas is not None:
+                    self.replicas.wake()
             self.asleep = False
 
-    def _ask_server(self, path: str) -> None:
-        """Collective: every rank. A server that died is left: the next sync starts another, which is awake."""
-        limit = self.settings.sync_timeout_s
-        with self._deadline(limit), together("sync"):
-            if self.delivery is not None and not self.server.has_died:
-                self.delivery.ask(path, limit)
-
     def close(self) -> None:
-        """Stop the server if the run started it, and give the memory back."""
-        for buffer in self._buffers:
-            buffer.close()
-        self._buffers = []
-        if self.delivery is not None:
-            self.delivery.server.stop()
+        """Stop the servers that the run started, and give the memory back."""
+        if self.replicas is not None:
+            self.replicas.stop()
+        self._payload.close()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def check_one_host() -> None:
-    """Raise on every rank if one of them cannot write to memory of rank 0, before a server is started for them.
+def check_one_host(settings: VllmSettings, adapter: bool) -> list[int]:
+    """The ranks on other hosts than rank 0; raises on every rank if they had to write to memory of rank 0.
 
     Collective: every rank.
     """
     apart = ranks_apart()
-    if apart:
+    if apart and settings.transport == "shared" and not adapter:
         message = (
             f"rollout.vllm.transport='shared' needs every rank on rank 0's host, but ranks {apart} "
             "share no memory with rank 0."
         )
         fix = "train on one host, or set rollout.engine=embedded, which needs no shared memory"
         raise fail("C001", "rollout", message, fix=fix)
+    return apart
+
+
+def find_gpus(device: str) -> Gpus:
+    """The GPUs that servers can get, and how many of them the ranks of this host train on."""
+    if device == "cpu":
+        return Gpus()
+    num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+    return Gpus(visible_gpus(torch.cuda.device_count()), num_ranks)
 
 
 def canary_tokens(vocab_size: int) -> list[int]:

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import logging
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from shardproof.config.vllm import VllmSettings
 from shardproof.errors import fail
 from shardproof.rollout.vllm_client import Deadline, VllmClient
+from shardproof.rollout.vllm_places import Place, places
 from shardproof.rollout.vllm_plugin import BACKEND, EXTENSION, LOOPBACK
 from shardproof.rollout.vllm_versions import Interface, installed_version, interface_of
 
@@ -61,96 +59,46 @@ class Served:
     sleeps: bool = False  # it can be asked to give up its memory
 
 
-def check_settings(settings: VllmSettings) -> None:
-    """Raise for settings that cannot work or that open the server to other machines by mistake."""
-    if settings.url is not None and settings.mode != "server":
-        message = f"rollout.vllm.url is for mode='server', not for mode={settings.mode!r}."
-        raise fail("C001", "rollout", message, fix="set rollout.vllm.mode to server, or remove the url")
-    if settings.url is not None and urlsplit(settings.url).scheme not in ("http", "https", "unix"):
-        message = f"rollout.vllm.url={settings.url!r} must begin with http:// or unix:."
-        raise fail(
-            "C001", "rollout", message, fix="write it like http://127.0.0.1:8000 or unix:/run/vllm.sock"
-        )
-    if settings.mode == "colocated" or (settings.url or "").startswith("unix:"):
-        return
-    host = urlsplit(settings.url).hostname or "" if settings.url is not None else settings.host
-    if _is_loopback(host):
-        return
-    if not settings.allow_remote:
-        message = f"the vLLM server at {host!r} can be reached from other machines, and its weight routes ask for no key."
-        fix = "use 127.0.0.1, or set rollout.vllm.allow_remote=true on a network that you trust"
-        raise fail("C001", "rollout", message, fix=fix)
-    warnings.warn(
-        f"the vLLM server at {host!r} can be reached from other machines; anyone who can connect can replace its weights "
-        "and call any method of its workers.",
-        stacklevel=2,
-    )
-    if settings.url is not None and settings.transport == "shared":
-        message = (
-            f"rollout.vllm.url={settings.url!r} is on another host, which cannot share memory with this one."
-        )
-        raise fail(
-            "C001",
-            "rollout",
-            message,
-            fix="run the server on rank 0's host, or set rollout.vllm.transport=nccl",
-        )
-
-
-def check_sleep(settings: VllmSettings, device: str, adapter: bool) -> None:
-    """Raise if a server with these settings cannot give up its memory, or not get back what it had."""
-    problem, fix = None, "set rollout.sleep=false"
-    if settings.url is not None:
-        problem = (
-            f"the server at {settings.url!r} was not started by this run, so the run cannot put it to sleep"
-        )
-        fix = "remove rollout.vllm.url, so that the run starts its own server, or set rollout.sleep=false"
-    elif device == "cpu":
-        problem = "vLLM's sleep mode needs a GPU"
-    elif adapter:
-        problem = "vLLM drops the base model when it sleeps, and a sync sends only the adapter"
-        fix = "set rollout.vllm.lora=merge, or rollout.sleep=false"
-    if problem is not None:
-        raise fail("C001", "rollout", f"rollout.sleep: {problem}.", fix=fix)
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
 class VllmServer:
-    """A server that this process started, or one that was there already."""
+    """A server that this process started, or one that was there already. It keeps its address when it is started again."""
 
-    def __init__(self, settings: VllmSettings, served: Served):
-        check_settings(settings)
+    def __init__(self, settings: VllmSettings, served: Served, place: Place | None = None):
         self.settings = settings
         self.served = served
+        self.place = place or places(settings, served.device)[0]
         self.process: subprocess.Popen[bytes] | None = None
         self.num_starts = 0
         self._folder: Path | None = None
-        self.client = VllmClient(settings.url or "unix:")  # nobody listens there
+        self._log_start = 0  # where the output of the last start begins in the log
+        self._starting = threading.Lock()
+        self._stopped = False
+        self.client = VllmClient(self.place.url or "unix:")  # nobody listens there
 
     @property
     def is_ours(self) -> bool:
         """Whether this process starts and stops it."""
-        return self.settings.url is None
+        return self.place.url is None
 
     @property
     def has_died(self) -> bool:
         """Whether it is ours and was started and is not running any more."""
-        return self.process is not None and self.process.poll() is not None
+        process = self.process
+        return process is not None and process.poll() is not None
 
     def ensure_up(self, seconds: float | None = None) -> None:
         """Start the server if it is ours and not running, and wait until it answers.
 
         Raises after the setting for starts, or after `seconds` if there was nothing to start.
         """
+        with self._starting:
+            self._ensure_up(seconds)
+
+    def _ensure_up(self, seconds: float | None) -> None:
         deadline, starts = Deadline(seconds or self.settings.start_timeout_s), self.num_starts
         began = reported = time.monotonic()
         while not self.client.is_up():
+            if self._stopped:
+                raise fail("R505", "rollout", "the run stopped its vLLM servers.")
             if self.is_ours and (self.process is None or self.has_died):
                 if self.num_starts > starts:
                     code = self.process.returncode if self.process is not None else None
@@ -178,51 +126,57 @@ class VllmServer:
                 fix="pip install 'shardproof[vllm]', or `make vllm` for CPU",
             )
         options = arguments(self.settings, self.served, interface_of(version))
-        self.stop()
-        self._folder = Path(tempfile.mkdtemp(prefix="shardproof-vllm-"))  # mode 0700
+        self.kill()
+        if self._folder is None:
+            self._folder = Path(tempfile.mkdtemp(prefix="shardproof-vllm-"))  # mode 0700
         where = self._where()
         command = [sys.executable, "-m", "shardproof.rollout.vllm_child", str(os.getpid())]
         with open(self.log_path, "ab") as log:
+            self._log_start = log.tell()
             self.process = subprocess.Popen(
                 [*command, *where, *options],
-                env=environment(self.settings, self.served),
+                env=environment(self.settings, self.served, self.place.devices),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
             )
         self.num_starts += 1
-        logger.info("starting the vLLM server, which writes to %s ...", self.log_path)
+        which = f" {self.place.name}" if self.settings.replicas > 1 else ""
+        on = f" on {self.place.devices}" if self.place.devices else ""
+        logger.info("starting the vLLM server%s%s, which writes to %s ...", which, on, self.log_path)
 
     def _where(self) -> list[str]:
         """The arguments that say where the server listens, and the client for it."""
         assert self._folder is not None
         if self.settings.mode == "colocated":
-            path = str(self._folder / "socket")
+            path = self._folder / "socket"
+            path.unlink(missing_ok=True)  # one that was killed left it
             self.client = VllmClient(f"unix:{path}")
-            return ["--uds", path]
-        port = self.settings.port or _free_port(self.settings.host)
-        self.client = VllmClient(f"http://{self.settings.host}:{port}")
-        return ["--host", self.settings.host, "--port", str(port)]
+            return ["--uds", str(path)]
+        self.client = VllmClient(f"http://{self.settings.host}:{self.place.port}")
+        return ["--host", self.settings.host, "--port", str(self.place.port)]
 
     @property
     def log_path(self) -> Path:
         """Where a started server writes."""
-        if self.settings.log is not None:
-            return Path(self.settings.log)
+        if self.place.log is not None:
+            return Path(self.place.log)
         return (self._folder or Path(tempfile.gettempdir())) / "log"
 
     def log_tail(self) -> str:
         """The last lines that a started server wrote."""
         try:
-            lines = self.log_path.read_text(errors="replace").splitlines()
+            with open(self.log_path, "rb") as log:
+                log.seek(self._log_start)
+                lines = log.read().decode(errors="replace").splitlines()
         except OSError:
             return "(nothing)"
         telling = [line for line in lines if " ERROR " in line or line.startswith("RuntimeError")] or lines
         return "\n".join(line[:_LOG_WIDTH] for line in telling[-_LOG_LINES:])
 
-    def stop(self) -> None:
-        """End a server that this process started, and everything it started. One that was there before is left."""
+    def kill(self) -> None:
+        """End the process of a server that is ours, and everything it started; `ensure_up` starts it again."""
         process, self.process = self.process, None
         if process is not None:
             if process.poll() is None:
@@ -233,6 +187,12 @@ class VllmServer:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+
+    def stop(self) -> None:
+        """End a server that this process started, for good. One that was there before is left."""
+        self._stopped = True  # a start that another thread waits for ends
+        with self._starting:
+            self.kill()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None
@@ -270,8 +230,8 @@ def _is_eager(settings: VllmSettings, served: Served) -> bool:
     return settings.enforce_eager if settings.enforce_eager is not None else served.device == "cpu"
 
 
-def environment(settings: VllmSettings, served: Served) -> dict[str, str]:
-    """The environment of a started server."""
+def environment(settings: VllmSettings, served: Served, devices: str = "") -> dict[str, str]:
+    """The environment of a started server; `devices` are the GPUs or CPU cores that it gets."""
     inherited = {
         key: value
         for key, value in os.environ.items()
@@ -291,13 +251,8 @@ def environment(settings: VllmSettings, served: Served) -> dict[str, str]:
         defaults["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
     # The weight routes exist in this mode only.
     forced = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+    if devices:
+        forced["VLLM_CPU_OMP_THREADS_BIND" if served.device == "cpu" else "CUDA_VISIBLE_DEVICES"] = devices
     if settings.transport != "nccl":  # whose other end may be on another host
         forced |= _INSIDE
     return defaults | inherited | forced
-
-
-def _free_port(host: str) -> int:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as probe:
-        probe.bind((host, 0))
-        return probe.getsockname()[1]

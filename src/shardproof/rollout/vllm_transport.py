@@ -277,13 +277,16 @@ class WorkerExtension:
         return dict(vars(self.weight_transfer_engine.report))
 
     def shardproof_mark(self, label: str) -> dict[str, Any]:
-        """Keep the label of the weights, for versions of vLLM that have no place for it."""
-        self._shardproof_label = label
-        return {"label": label}
+        """Keep the label of the weights, for versions of vLLM that have no place for it, and count how often it was set."""
+        self._shardproof_label, self._shardproof_marks = label, getattr(self, "_shardproof_marks", 0) + 1
+        return self.shardproof_label()
 
     def shardproof_label(self) -> dict[str, Any]:
-        """The label that was kept last; None since the start."""
-        return {"label": getattr(self, "_shardproof_label", None)}
+        """The label that was kept last, None since the start, and how many there were."""
+        return {
+            "label": getattr(self, "_shardproof_label", None),
+            "marks": getattr(self, "_shardproof_marks", 0),
+        }
 
     def shardproof_abandon(self) -> dict[str, Any]:
         """End whatever an earlier update has left open. Idempotent."""

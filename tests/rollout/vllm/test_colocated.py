@@ -18,7 +18,8 @@ from transformers import AutoConfig
 import shardproof as sp
 from shardproof.errors import ConfigError
 from shardproof.rollout.vllm_client import Deadline
-from shardproof.rollout.vllm_server import VllmSettings, check_settings
+from shardproof.rollout.vllm_places import check_settings
+from shardproof.rollout.vllm_server import VllmSettings
 from tests.ranks import run_ranks
 from tests.rollout.vllm.support import change, connect, failure, load_policy, sample, sync, worst
 

@@ -213,16 +213,17 @@ class _Counter:
 
     def _starts_vllm(self) -> bool:
         rollout = self.recipe.rollout
-        return rollout.engine == "vllm" and rollout.vllm.url is None and _samples(self.recipe)
+        return rollout.engine == "vllm" and not rollout.vllm.urls and _samples(self.recipe)
 
     def _shared(self) -> Parts:
-        """Host memory that a node holds once: the weights on their way to vLLM, twice, and a server without a GPU."""
+        """Host memory that a node holds once: the weights on their way to vLLM, twice, and servers without a GPU."""
         if self.recipe.rollout.engine != "vllm" or not _samples(self.recipe):
             return {}
         weights = replica_bytes(self.shapes[POLICY], getattr(torch, self.recipe.model.compute_dtype))
         parts = {"weights for vLLM": 2 * weights}
         if self._starts_vllm() and not self.machine.on_gpu:
-            parts["vLLM"] = weights + self.recipe.rollout.vllm.kv_cache_gib * 2**30
+            vllm = self.recipe.rollout.vllm
+            parts["vLLM"] = vllm.replicas * (weights + vllm.kv_cache_gib * 2**30)
         return parts
 
     def _phase(self, name: str, parts: Parts, lends: bool = False) -> Phase:
