@@ -188,17 +188,17 @@ def test_dynamic_sampling_can_be_switched_off_for_dapo(tmp_path):
 
 
 def run_and_count(recipe: str) -> tuple[int, float]:
-    """How many prompts were trained on, and the share that the metrics tell of those sampled."""
+    """How many completions were sampled, and the share of prompts that the metrics say were trained on."""
     from shardproof.rl.rollouts import Sampler
 
-    sampled, roll_out = [], Sampler.roll_out
+    sampled, sample = [], Sampler.sample
 
-    def count(self: Sampler, asked: Any, *others: Any) -> Any:
-        sampled.append(len(asked))
-        return roll_out(self, asked, *others)
+    def count(self: Sampler, starts: Any, *others: Any) -> Any:
+        sampled.append(len(starts))
+        return sample(self, starts, *others)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Sampler, "roll_out", count)
+        patch.setattr(Sampler, "sample", count)
         metrics = run_recipe(recipe)
     return sum(sampled), metrics["prompts/kept"]
 
@@ -206,7 +206,7 @@ def run_and_count(recipe: str) -> tuple[int, float]:
 def test_surplus_groups_are_not_called_kept(tmp_path):
     settings = [*ONE_STEP, "algorithm.name=dapo", "train.prompts_per_step=12", "rollout.group_size=4"]
     ((num_sampled, kept),) = run_ranks(1, run_and_count, small_recipe(tmp_path, *settings))
-    assert num_sampled > 12 and kept == 12 / num_sampled
+    assert num_sampled > 12 * 4 and kept == 12 * 4 / num_sampled
 
 
 def test_a_penalty_alone_is_no_signal(tmp_path):

@@ -95,13 +95,15 @@ def measure(recipe_json: str) -> tuple[dict[str, int], dict[str, int]]:
         def set_up(*args):
             run = watch("load")(real_set_up)(*args)
             # No completion ends before its last token: the estimate is of the longest ones.
-            runs.append(replace(run, sampling=replace(run.sampling, stop_ids=())))
+            sampling = replace(run.sampling, stop_ids=())
+            run.buffer.means = replace(run.buffer.means, sampling=sampling)
+            runs.append(replace(run, sampling=sampling))
             return runs[-1]
 
         real_set_up = loop.set_up
         patch.setattr(loop, "set_up", set_up)
         patch.setattr(loop, "hand_over", watch("sync")(loop.hand_over))
-        patch.setattr(Sampler, "roll_out", watch("generate")(Sampler.roll_out))
+        patch.setattr(Sampler, "sample", watch("generate")(Sampler.sample))
         patch.setattr(Scorers, "scored", watch("score")(Scorers.scored))
         patch.setattr(Trainer, "step", watch(lambda trainer: f"update {trainer.model.role}")(Trainer.step))
         patch.setattr(gather, "open_region", lambda size, group: None)  # estimated is what is sent

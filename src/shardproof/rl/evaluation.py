@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
 
 from shardproof.dist.collectives import exchange
 from shardproof.rl.data import Prompt, Share
 from shardproof.rl.experience import in_groups, known_rewards
-from shardproof.rl.rollouts import Sampler, await_rewards
+from shardproof.rl.reward_failures import result_together
+from shardproof.rl.rollouts import Sampler
+from shardproof.rl.versions import check_usable
 from shardproof.rollout.engine import Sampling
 from shardproof.rollout.trajectory import Trajectory
 
@@ -32,7 +35,9 @@ def evaluate(
     with sampler.pending() as pending:
         # A step number that training never has keeps evaluation's draws apart from training's.
         trajectories = sampler.roll_out(mine, num_samples, -1 - step, sampling, pending)
-        trajectories, _ = await_rewards(trajectories, pending)
+        check_usable(trajectories, sampler.versions, 0)
+        rewards = result_together(pending, trajectories)
+    trajectories = [replace(made, reward=reward) for made, reward in zip(trajectories, rewards, strict=True)]
     return _metrics(trajectories, num_samples, sampler.reward_names, share)
 
 

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from typing import Any
 
 import torch
 
@@ -13,10 +14,11 @@ from shardproof.dist.collectives import exchange
 from shardproof.errors import fail
 from shardproof.rl.algorithms.base import Algorithm
 from shardproof.rl.batches import make_batch
+from shardproof.rl.buffer import Buffer
 from shardproof.rl.conversations.measures import conversation_facts, environment_metrics
-from shardproof.rl.data import Prompt, PromptStream, Share
-from shardproof.rl.rollouts import Sampler, await_rewards
-from shardproof.rollout.engine import Sampling
+from shardproof.rl.data import Share
+from shardproof.rl.rollouts import await_rewards
+from shardproof.rl.versions import ahead_metrics, check_usable
 from shardproof.rollout.trajectory import Reward, Trajectory, reward_of
 from shardproof.shard.sharded_model import ShardedModel
 from shardproof.train.batching import Batch
@@ -74,37 +76,32 @@ def _on_host(rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [row.cpu() for row in rows]
 
 
-def collect(
-    prompts: Sequence[Prompt],
-    stream: PromptStream,
-    sampler: Sampler,
-    scorers: Scorers,
-    algorithm: Algorithm,
-    sampling: Sampling,
-    *,
-    step: int,
-    num_prompts: int,
-    group_size: int,
-    share: Share,
-) -> Experience:
-    """Sample, score and weigh one step's prompts. Collective: every rank."""
+def collect(buffer: Buffer, scorers: Scorers, algorithm: Algorithm, *, step: int) -> Experience:
+    """One step's experience: its prompts' trajectories, scored and weighed; sampling goes on for later steps as is allowed.
+
+    Collective: every rank.
+    """
+    sampler, share = buffer.means.sampler, buffer.means.share
+    assert sampler.rewards is not None, "nothing scores these completions"
+    num_prompts, noticed = buffer.num_prompts, sampler.rewards.noticed
     seen: list[Trajectory] = []
     num_seen, waited_s, environment_s = 0, 0.0, sampler.waited_s
     kept: list[int] = []
     batch: Batch | None = None
     drops = algorithm.drops_equal_rewards
+    buffer.begin(step)
     for _ in range(_MAX_ROUNDS if drops else 1):
-        drawn = [(num_seen + i, prompts[row]) for i, row in enumerate(stream.take(num_prompts))]
-        with sampler.pending() as pending:
-            fresh = sampler.roll_out(share.of(drawn), group_size, step, sampling, pending, sampler.ledger)
-            if not drops:
-                # Every group stays, so the models score them all while rewards run.
-                batch = scorers.scored(make_batch(sequences_of(fresh)), algorithm.columns)
-            fresh, seconds = await_rewards(fresh, pending, algorithm, sampler.masks_truncated)
+        taken = buffer.take(step)
+        fresh = taken.trajectories
+        check_usable(fresh, sampler.versions, buffer.ahead)
+        if not drops:
+            # Every group stays, so the models score them all while rewards run.
+            batch = scorers.scored(make_batch(sequences_of(fresh)), algorithm.columns)
+        fresh, seconds = await_rewards(fresh, taken.rewards, noticed, algorithm)
         seen += fresh
-        num_seen += num_prompts
+        num_seen += len(taken.groups)
         waited_s += seconds
-        kept += _with_signal(fresh) if drops else [group for group, _ in drawn]
+        kept += _with_signal(fresh) if drops else taken.groups
         if len(kept) >= num_prompts:
             break
     # The last round may give more than a batch: which groups stay must not depend on the number of ranks.
@@ -113,7 +110,8 @@ def collect(
     trajectories = [trajectory for trajectory in seen if trajectory.group in chosen]
     if batch is None:
         batch = scorers.scored(make_batch(sequences_of(trajectories)), algorithm.columns)
-    metrics, errors = _measure(seen, share)
+    about = buffer.facts(trajectories) if buffer.is_ahead else None
+    metrics, errors = _measure(seen, share, about)
     metrics |= {"prompts/kept": len(order) / num_seen, "time/reward": waited_s}
     if sampler.conversations is not None:
         metrics["time/environment"] = sampler.waited_s - environment_s
@@ -152,10 +150,14 @@ def _with_signal(trajectories: Sequence[Trajectory]) -> list[int]:
     return sorted({group for row in exchange(mine) for group in row})
 
 
-def _measure(trajectories: Sequence[Trajectory], share: Share) -> tuple[dict[str, float], list[str]]:
+def _measure(
+    trajectories: Sequence[Trajectory], share: Share, about: dict[str, Any] | None
+) -> tuple[dict[str, float], list[str]]:
     """(metrics of rewards and lengths of the global batch, the first reward errors of every rank).
 
-    Completions whose reward failed count in lengths and not in rewards. Collective: every rank.
+    Completions whose reward failed count in lengths and not in rewards. `about` are this rank's facts of running ahead.
+
+    Collective: every rank.
     """
     known = known_rewards(trajectories)
     groups = in_groups(trajectories)
@@ -173,6 +175,7 @@ def _measure(trajectories: Sequence[Trajectory], share: Share) -> tuple[dict[str
         "num_failed": len(trajectories) - len(known) - num_broken,
         "errors": list(dict.fromkeys(errors))[:_MAX_ERRORS],
         "conversations": conversation_facts(trajectories),
+        **({} if about is None else {"ahead": about}),
     }
     rows = share.once(exchange(mine))
     merged = {
@@ -190,6 +193,8 @@ def _measure(trajectories: Sequence[Trajectory], share: Share) -> tuple[dict[str
     }
     for name in sorted({name for part in merged["parts"] for name in part}):
         metrics[f"reward/{name}"] = _mean([part.get(name, 0.0) for part in merged["parts"]])
+    if about is not None:
+        metrics |= ahead_metrics([row["ahead"] for row in rows])
     return metrics | environment_metrics(merged["conversations"]), sorted(set(merged["errors"]))
 
 

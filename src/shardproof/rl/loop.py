@@ -65,6 +65,7 @@ def _run(recipe: Recipe, folder: RunFolder, loggers: Sequence[Logger]) -> dict[s
             return _train(run, folder, stop, loggers)
         finally:
             gc.unfreeze()
+            run.buffer.close()
             run.sampler.close()
 
 
@@ -137,18 +138,7 @@ def _experience(run: Run, step: int) -> Experience:
     train = run.recipe.train
     if not run.algorithm.spec.samples:
         return sft_batch(run.prompts, run.stream, train.prompts_per_step, run.share)
-    experience = collect(
-        run.prompts,
-        run.stream,
-        run.sampler,
-        run.scorers,
-        run.algorithm,
-        run.sampling,
-        step=step,
-        num_prompts=train.prompts_per_step,
-        group_size=run.recipe.rollout.group_size,
-        share=run.share,
-    )
+    experience = collect(run.buffer, run.scorers, run.algorithm, step=step)
     if run.recipe.rollout.sleep:
         run.sampler.engine.sleep()
     return experience
@@ -166,7 +156,7 @@ def _prove_tokens(run: Run, experience: Experience, step: int, folder: RunFolder
     return prove_tokens(
         folder,
         step,
-        run.sampler.ledger,
+        run.buffer.ledger,
         experience.batch,
         experience.trajectories,
         run.share,
@@ -203,6 +193,7 @@ def _sync(run: Run, step: int, folder: RunFolder) -> dict[str, float]:
     tolerance = run.recipe.canary_tolerance
     with proving(folder, step, "sync", tolerance=tolerance) as proof:
         metrics = hand_over(run.sampler.engine, run.weights, request, run.sampling, tolerance, proof)
+    run.sampler.versions.hand_over(run.policy.model.version)
     _warn(folder, step, proof.findings)
     return metrics | version
 

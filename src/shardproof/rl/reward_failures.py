@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 
@@ -25,25 +25,34 @@ _TURN = re.compile(r"turn [0-9]+: ")  # how an environment's errors begin, whate
 def result_together(
     pending: PendingRewards, trajectories: Sequence[Trajectory], masks: bool = False
 ) -> list[Reward]:
-    """The rewards of this rank's trajectories, environments' included. Rank 0 shows failures of a new kind.
+    """The rewards of this rank's trajectories, environments' included: see `rewards_together`. Collective: every rank."""
 
-    If a rank's rewards raise, or every sample of every rank failed, all ranks raise.
+    def find() -> list[Reward]:
+        found = iter(pending.result())  # of those whose environment did not fail
+        nothing = Reward(0.0)
+        return [
+            with_environment(t, nothing if t.ended == "failed" else next(found), masks) for t in trajectories
+        ]
+
+    return rewards_together(find, pending.noticed)
+
+
+def rewards_together(find: Callable[[], list[Reward]], noticed: set[str]) -> list[Reward]:
+    """The rewards that `find` waits for. Rank 0 shows failures of a kind that is not among those `noticed` yet.
+
+    If a rank's `find` raises, or every sample of every rank failed, all ranks raise.
 
     Collective: every rank.
     """
     with together("reward") as message:
-        found = iter(pending.result())  # of those whose environment did not fail
-        nothing = Reward(0.0)
-        scored = [
-            with_environment(t, nothing if t.ended == "failed" else next(found), masks) for t in trajectories
-        ]
+        scored = find()
         message.mine = [len(scored), sum(one.failed for one in scored), _first_of_each_kind(scored)]
     rows = message.rows
     kinds: dict[str, tuple[int, str, str]] = {}
     for rank, (_, _, found) in enumerate(rows):
         for kind, (name, error) in found.items():
             kinds.setdefault(kind, (rank, name, error))
-    _notice(kinds, pending.noticed)
+    _notice(kinds, noticed)
     num_samples, num_failed = (sum(row[k] for row in rows) for k in (0, 1))
     if num_samples and num_samples == num_failed:
         errors = [f"rank {rank}: {name!r}: {error}" for rank, name, error in kinds.values()]

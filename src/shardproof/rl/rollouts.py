@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch.distributed as dist
-
 from shardproof.bounds import require_number
-from shardproof.dist.collectives import raise_together
-from shardproof.findings import Finding
 from shardproof.rl.algorithms.base import Algorithm
 from shardproof.rl.conversations.measures import NAME, reward_sample
 from shardproof.rl.conversations.steps import Start, starts_of, with_text
 from shardproof.rl.conversations.waves import Conversations
 from shardproof.rl.data import Prompt
-from shardproof.rl.reward_failures import result_together
+from shardproof.rl.reward_failures import rewards_together
 from shardproof.rl.rewards import PendingRewards, RewardRunner
+from shardproof.rl.versions import Versions
 from shardproof.rollout.engine import Engine, Request, Sampling, answers
 from shardproof.rollout.token_ledger import TokenLedger
-from shardproof.rollout.trajectory import Trajectory
+from shardproof.rollout.trajectory import Reward, Trajectory
 from shardproof.shard.sharded_model import ShardedModel
 
 
@@ -36,12 +32,11 @@ class Sampler:
     rewards: RewardRunner | None  # None: nothing is scored, and nothing sampled
     policy: ShardedModel  # whose weights the engine samples from
     seed: int
-    max_lag: int = 0  # how many versions older than the policy's a trajectory may be
     conversations: Conversations | None = None  # None: the policy has one turn
     lending: Callable[[], AbstractContextManager[object]] = (
         nullcontext  # of the policy's memory, while it samples
     )
-    ledger: TokenLedger = field(default_factory=TokenLedger)  # of what is sampled to be trained on
+    versions: Versions = field(default_factory=Versions)  # that the engine was handed
 
     def pending(self) -> PendingRewards:
         """Rewards of trajectories still to be sampled."""
@@ -79,23 +74,33 @@ class Sampler:
         step: int,
         sampling: Sampling,
         pending: PendingRewards,
-        ledger: TokenLedger | None = None,
     ) -> list[Trajectory]:
-        """`size` trajectories of each (group, prompt), in this order; `pending` and `ledger` get them as they come.
+        """`size` trajectories of each (group, prompt), in this order; `pending` gets them as they come.
 
         The draws depend on seed, step, group and place in the group, and on nothing else. Collective: every rank.
         """
-        starts = starts_of(self.seed, asked, size, step)
+        return self.sample(starts_of(self.seed, asked, size, step), sampling, pending)
+
+    def sample(
+        self,
+        starts: Sequence[Start],
+        sampling: Sampling,
+        pending: PendingRewards,
+        ledger: TokenLedger | None = None,
+        places: Sequence[int] | None = None,
+    ) -> list[Trajectory]:
+        """The trajectories that begin so, in this order; `pending` and `ledger` get them as they come.
+
+        `places` are those of their rewards in the result of `pending`. Collective: every rank.
+        """
         found: dict[int, Trajectory] = {}
         with self.lending():
             for ready in self._finished(starts, sampling, ledger):
-                scored = {place: t for place, t in ready if t.ended != "failed"}
-                samples = [reward_sample(t, starts[place].prompt.row) for place, t in scored.items()]
-                pending.add(samples, list(scored))
+                scored = {k: t for k, t in ready if t.ended != "failed"}
+                samples = [reward_sample(t, starts[k].prompt.row) for k, t in scored.items()]
+                pending.add(samples, [k if places is None else places[k] for k in scored])
                 found |= dict(ready)
-        trajectories = [found[place] for place in range(len(starts))]
-        _check_usable(trajectories, self.policy.version, self.max_lag)
-        return trajectories
+        return [found[k] for k in range(len(starts))]
 
     def _finished(
         self, starts: Sequence[Start], sampling: Sampling, ledger: TokenLedger | None
@@ -109,40 +114,19 @@ class Sampler:
             yield [(place, with_text(t, starts[place].prompt, self.tokenizer)) for place, t in ready]
 
 
-def _check_usable(trajectories: Sequence[Trajectory], version: int, max_lag: int) -> None:
-    """Raise on every rank if trajectories must not be trained on: weights older than allowed, log-probs that are not numbers.
-
-    Collective: every rank.
-    """
-    findings = []
-    for trajectory in trajectories:
-        drawn = trajectory.version
-        if drawn is None or not version - max_lag <= drawn <= version:
-            message = f"completions come from weights of version {drawn}, but the policy is at version {version} and the allowed lag is {max_lag}."
-            findings.append(Finding("R501", "rollout", message))
-            break
-    for number, trajectory in enumerate(trajectories):
-        logprobs = [logp for segment in trajectory.sampled for logp in segment.logprobs or ()]
-        odd = [k for k, logp in enumerate(logprobs) if logp is None or not math.isfinite(logp)]
-        if odd:
-            message = f"the engine's log-prob of token {odd[0]} of sequence {number} is {logprobs[odd[0]]}."
-            findings.append(Finding("R503", "rollout", message, rank=dist.get_rank()))
-            break
-    raise_together(findings)
-
-
 def await_rewards(
     trajectories: Sequence[Trajectory],
-    pending: PendingRewards,
+    find: Callable[[], list[Reward]],
+    noticed: set[str],
     algorithm: Algorithm | None = None,
-    masks: bool = False,
 ) -> tuple[list[Trajectory], float]:
     """(the trajectories with their rewards and the algorithm's penalties, the seconds that were spent waiting).
 
-    With `masks`, conversations that a limit ended are left out of the update. Collective: every rank.
+    `find` waits for the rewards and returns them; `noticed` are the kinds of failures that were shown. Collective: every
+    rank.
     """
     started = time.perf_counter()
-    rewards = result_together(pending, trajectories, masks)
+    rewards = rewards_together(find, noticed)
     waited_s = time.perf_counter() - started
     rewarded = []
     for trajectory, reward in zip(trajectories, rewards, strict=True):

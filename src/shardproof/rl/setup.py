@@ -22,6 +22,7 @@ from shardproof.export.stream import WeightStream
 from shardproof.rl.agreement import agree_on
 from shardproof.rl.algorithms.base import Algorithm
 from shardproof.rl.algorithms.registry import make_algorithm
+from shardproof.rl.buffer import Buffer
 from shardproof.rl.checks import Inputs, check_inputs, make_lora
 from shardproof.rl.conversations.prepare import start_workers
 from shardproof.rl.conversations.waves import Conversations
@@ -31,6 +32,7 @@ from shardproof.rl.experience import Scorers
 from shardproof.rl.proofs import Ledger, proved_load
 from shardproof.rl.rewards import RewardRunner, RewardSpec
 from shardproof.rl.rollouts import Sampler
+from shardproof.rl.rounds import Means
 from shardproof.rollout.engine import Engine, Sampling
 from shardproof.rollout.local import EmbeddedEngine, ShardedEngine
 from shardproof.shard.load import load
@@ -53,6 +55,7 @@ class Run:
     critic: Trainer | None
     scorers: Scorers
     sampler: Sampler
+    buffer: Buffer  # of what is sampled to be trained on
     weights: WeightStream  # what the engine is sent
     prompts: list[Prompt]
     held_out: list[Prompt]
@@ -107,9 +110,13 @@ def _load(
         else ShardedEngine(policy, recipe.rollout.batch_size)
     )
     trainer = _trainer(recipe, policy, None)
-    rollout = recipe.rollout
+    sampler = _make_sampler(recipe, inputs, workers, engine, trainer)
     # One of the hosts may have a file that another lacks.
     stop_ids = tuple(sorted({token for row in exchange(list(inputs.stop_ids)) for token in row}))
+    rollout, train = recipe.rollout, recipe.train
+    sampling = Sampling(rollout.max_new_tokens, rollout.temperature, rollout.top_p, stop_ids)
+    share = Share(dist.get_rank(), dist.get_world_size(), policy.sequence_parallel)
+    stream = PromptStream(len(inputs.prompts), train.seed)
     return Run(
         recipe=recipe,
         algorithm=algorithm,
@@ -120,15 +127,22 @@ def _load(
             reference,
             critic.model if critic is not None else None,
             rollout.temperature,
-            recipe.train.micro_batch_tokens,
+            train.micro_batch_tokens,
         ),
-        sampler=_make_sampler(recipe, inputs, workers, engine, trainer),
+        sampler=sampler,
+        buffer=Buffer(
+            Means(sampler, sampling, inputs.prompts, rollout.group_size, share),
+            stream,
+            num_prompts=train.prompts_per_step,
+            num_steps=train.steps,
+            ahead=rollout.ahead,
+        ),
         weights=WeightStream(policy, policy.settings.compute_dtype),
         prompts=inputs.prompts,
         held_out=inputs.held_out,
-        stream=PromptStream(len(inputs.prompts), recipe.train.seed),
-        sampling=Sampling(rollout.max_new_tokens, rollout.temperature, rollout.top_p, stop_ids),
-        share=Share(dist.get_rank(), dist.get_world_size(), policy.sequence_parallel),
+        stream=stream,
+        sampling=sampling,
+        share=share,
         canary=inputs.canary,
     )
 
@@ -160,7 +174,6 @@ def _make_sampler(
         rewards,
         policy.model,
         recipe.train.seed,
-        recipe.rollout.ahead,
         conversations,
         lending,
     )

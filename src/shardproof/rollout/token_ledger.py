@@ -64,6 +64,10 @@ class TokenLedger:
         """The turns of a conversation, in the order in which they were sampled."""
         return tuple(self._turns.get((group, sample), ()))
 
+    def put(self, group: int, sample: int, turns: Sequence[Sampled]) -> None:
+        """Take over the turns of a conversation that another ledger recorded."""
+        self._turns[group, sample] = list(turns)
+
     def clear(self) -> None:
         """Forget all turns: the next step begins."""
         self._turns.clear()

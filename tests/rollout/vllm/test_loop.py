@@ -10,7 +10,6 @@ import pytest
 
 from shardproof.config.load import from_json, load_recipe, to_json
 from tests.ranks import run_ranks
-from tests.rl.runs import with_last
 
 pytestmark = [pytest.mark.distributed, pytest.mark.vllm]
 
@@ -63,36 +62,3 @@ def test_vllm_reaches_the_reward_of_the_embedded_engine(tmp_path):
     assert max(step["canary/gap"] for step in served) < 1e-4
     assert max(step["mismatch/max"] for step in served) < 1e-4
     assert [step["version"] for step in served] == list(range(1, STEPS + 1))
-
-
-def refuse_old(recipe: str) -> str:
-    from shardproof.errors import ShardproofError
-    from shardproof.rl import loop, setup
-    from shardproof.rollout.local import EmbeddedEngine
-
-    class Lagging(EmbeddedEngine):
-        def complete(self, requests: Any, sampling: Any) -> Any:
-            made = super().complete(requests, sampling)
-            return [with_last(t, version=t.segments[-1].version - 1) for t in made]
-
-    setup.EmbeddedEngine = Lagging
-    try:
-        loop.train(from_json(recipe))
-    except ShardproofError as error:
-        return str(error)
-    finally:
-        setup.EmbeddedEngine = EmbeddedEngine
-    return "trained"
-
-
-@pytest.mark.parametrize(
-    ("lag", "expected"),
-    [
-        (0, "R501 rollout: completions come from weights of version -1, but the policy is at version 0"),
-        (1, "trained"),
-    ],
-)
-def test_completions_that_are_too_old_are_refused(tmp_path, lag, expected):
-    overrides = [*SETTINGS, "train.steps=1", f"rollout.ahead={lag}", f"output.folder={tmp_path}"]
-    recipe = to_json(load_recipe(RECIPES / "tiny.toml", overrides))
-    assert all(found.startswith(expected) for found in run_ranks(2, refuse_old, recipe))
