@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from shardproof.dist.collectives import together
+from shardproof.rollout.expert_records import sequence_experts
+from shardproof.rollout.experts import ExpertShape
 from shardproof.rollout.trajectory import Trajectory, conversations_of
 from shardproof.train.batching import Batch
 
 
-def make_batch(trajectories: Sequence[Trajectory]) -> Batch:
-    """This rank's sequences, with a `mask` of the tokens that are trained on and, where tokens were drawn, `rollout_logps`."""
+def make_batch(trajectories: Sequence[Trajectory], replay: ExpertShape | None = None) -> Batch:
+    """This rank's sequences, with a `mask` of the tokens that are trained on and, where tokens were drawn, `rollout_logps`.
+
+    With `replay`, the policy's `expert_shape`, the batch names the experts that the engine chose. An answer that came
+    without them raises on every rank. Collective with `replay`: every rank.
+    """
     sequences = [trajectory.tokens for trajectory in trajectories]
     conversations = conversations_of(trajectories)
     masks = [
@@ -22,4 +29,8 @@ def make_batch(trajectories: Sequence[Trajectory]) -> Batch:
         [logp for segment in t.segments for logp in segment.logprobs or [0.0] * len(segment.tokens)]
         for t in trajectories
     ]
-    return Batch(sequences, mask=masks, rollout_logps=drawn).in_conversations(conversations)
+    batch = Batch(sequences, mask=masks, rollout_logps=drawn).in_conversations(conversations)
+    if replay is None:
+        return batch
+    with together("rollout"):
+        return batch.with_experts([sequence_experts(trajectory, replay) for trajectory in trajectories])

@@ -12,8 +12,11 @@ from torch.nn.functional import pad
 from transformers import Cache, PreTrainedModel
 
 from shardproof.rollout.engine import Request, Sampling
+from shardproof.rollout.expert_records import new_record
+from shardproof.rollout.experts import Experts
 from shardproof.rollout.kept import KeptTurns, stack_rows
 from shardproof.rollout.reading import Forward, Prompts
+from shardproof.rollout.recording import Recorder, joined
 from shardproof.rollout.trajectory import Trajectory
 
 _BLOCK = 128  # entries of the vocabulary whose weights are added up together
@@ -48,13 +51,15 @@ def decode(
     anyone_left: AnyoneLeft | None = None,
     idle: Callable[[], None] | None = None,
     kept: KeptTurns | None = None,
+    recorder: Recorder | None = None,
 ) -> list[Trajectory]:
     """Answer all requests in one batch; a prompt that several share is read once, and a finished row leaves.
 
     With `anyone_left` every forward is collective: a rank that is done runs `idle` until the others are too. What
-    `kept` has of a prompt is not read again, and it gets the rows of requests that continue.
+    `kept` has of a prompt is not read again, and it gets the rows of requests that continue. With a `recorder` the
+    answers have the experts of their tokens.
     """
-    batch = _Running(requests, kept)
+    batch = _Running(requests, kept, recorder)
     for step in range(sampling.max_new_tokens):
         left = bool(batch.rows)
         if not (anyone_left(left) if anyone_left is not None else left):
@@ -66,11 +71,17 @@ def decode(
         if step == 0:
             logits = batch.read(forward, config, device)
         else:
-            logits = forward(batch.input_ids, batch.attention_mask, batch.position_ids, batch.cache)
+            logits = batch.run(forward)
         tokens, logprobs = draw(logits, [requests[row].seed for row in batch.rows], step, sampling)
         batch.advance(tokens, logprobs, sampling)
     return [
-        request.answered(batch.tokens[row], batch.logprobs[row], batch.finished[row], version)
+        request.answered(
+            batch.tokens[row],
+            batch.logprobs[row],
+            batch.finished[row],
+            version,
+            experts=batch.record(row) if recorder is not None else None,
+        )
         for row, request in enumerate(requests)
     ]
 
@@ -78,16 +89,17 @@ def decode(
 class _Running:
     """The rows that are still being completed, one per request: prompts padded on the left, one cache for all."""
 
-    def __init__(self, requests: Sequence[Request], kept: KeptTurns | None):
+    def __init__(self, requests: Sequence[Request], kept: KeptTurns | None, recorder: Recorder | None = None):
         self.rows = list(range(len(requests)))
         self.tokens: list[list[int]] = [[] for _ in requests]
         self.logprobs: list[list[float]] = [[] for _ in requests]
         self.finished = [False] * len(requests)
-        self._requests, self._kept = requests, kept
+        self._requests, self._kept, self._recorder = requests, kept, recorder
+        self._experts: list[list[np.ndarray]] = [[] for _ in requests]  # of tokens that were drawn and read
 
     def read(self, forward: Forward, config: Any, device: torch.device) -> torch.Tensor:
         """Read the prompts, and give every request its copy of its prompt's row; returns the logits of each request."""
-        prompts = Prompts(self._requests, config, device, self._kept)
+        prompts = self._prompts = Prompts(self._requests, config, device, self._kept, self._recorder)
         logits = prompts.read(forward)
         self.cache, self.attention_mask, chosen = prompts.cache, prompts.mask, prompts.prompt_of
         self.position_ids = prompts.last_positions[chosen]
@@ -96,6 +108,22 @@ class _Running:
                 layer.keys, layer.values = prompts.states(layer, chosen)
             self.attention_mask = self.attention_mask[chosen]
         return logits[chosen]
+
+    def run(self, forward: Forward) -> torch.Tensor:
+        """Read the tokens that were drawn last; returns the logits of each row that is left."""
+        inputs = (self.input_ids, self.attention_mask, self.position_ids, self.cache)
+        if self._recorder is None:
+            return forward(*inputs)
+        logits = self._recorder.watch(forward, *inputs)
+        for row, (chosen,) in zip(self.rows, self._recorder.last_rows(len(self.rows)), strict=True):
+            self._experts[row].append(chosen)
+        return logits
+
+    def record(self, row: int) -> Experts:
+        """The experts of a request's answer."""
+        assert self._recorder is not None
+        chosen = joined(self._prompts.experts(row), self._experts[row])
+        return new_record(self._requests[row].trajectory, chosen, self._recorder.shape.layers)
 
     def advance(self, tokens: torch.Tensor, logprobs: torch.Tensor, sampling: Sampling) -> None:
         """Append a token to each row, drop the rows that are done, and set up the next forward."""
@@ -109,7 +137,7 @@ class _Running:
             if not self.finished[row] and len(self.tokens[row]) < sampling.max_new_tokens:
                 keep.append(index)
             elif self._kept is not None and self._requests[row].continues:
-                self._keep(index, self._requests[row], self.tokens[row], self._kept)
+                self._keep(index, row, self._kept)
         chosen = torch.tensor(keep, dtype=torch.int64, device=tokens.device)
         if len(keep) < len(self.rows):
             self.rows = [self.rows[index] for index in keep]
@@ -120,11 +148,16 @@ class _Running:
         self.position_ids = self.position_ids[chosen] + 1
         self.attention_mask = torch.cat([self.attention_mask, torch.ones_like(self.input_ids)], dim=1)
 
-    def _keep(self, index: int, request: Request, drawn: Sequence[int], kept: KeptTurns) -> None:
+    def _keep(self, index: int, row: int, kept: KeptTurns) -> None:
         """Keep what the cache has of a row. Nothing has read its last token yet."""
+        request, drawn = self._requests[row], self.tokens[row]
+        experts = None
+        if self._recorder is not None:
+            experts = joined(self._prompts.experts(row), self._experts[row])
         there = self.attention_mask[index].bool()
         layers: list[Any] = [(layer.keys, layer.values) for layer in self.cache.layers]
-        kept.keep((*request.tokens, *drawn[:-1]), len(request.tokens), stack_rows(layers, index, there))
+        states = stack_rows(layers, index, there)
+        kept.keep((*request.tokens, *drawn[:-1]), len(request.tokens), states, experts)
 
 
 class Prefilled:
@@ -136,8 +169,9 @@ class Prefilled:
         requests: Sequence[Request],
         device: torch.device,
         kept: KeptTurns | None = None,
+        recorder: Recorder | None = None,
     ):
-        prompts = Prompts(requests, model.config, device, kept)
+        prompts = Prompts(requests, model.config, device, kept, recorder)
         logits = prompts.read(partial(last_logits, model))
         self._chosen = prompts.prompt_of
         self.logits = logits[self._chosen]
@@ -145,6 +179,10 @@ class Prefilled:
         self.length = self.mask.shape[1]
         self.last_positions = prompts.last_positions[self._chosen]
         self._prompts = prompts
+
+    def experts(self, row: int) -> np.ndarray:
+        """Those of a prompt's tokens, where they are recorded."""
+        return self._prompts.experts(row)
 
     def layers(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """(keys, values) of each layer, [rows, heads, length, width]."""

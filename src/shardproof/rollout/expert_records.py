@@ -24,13 +24,13 @@ def num_recorded(trajectory: Trajectory) -> int:
     return records[-1].stop if records else 0
 
 
-def new_record(trajectory: Trajectory, rows: np.ndarray, start: int = 0) -> Experts:
-    """What is new in `rows`, the experts of all tokens of a sequence from `start` on that an engine has read.
+def new_record(trajectory: Trajectory, rows: np.ndarray, layers: Sequence[int]) -> Experts:
+    """What is new in `rows`, the experts [tokens, layers, chosen] of all tokens of a sequence that an engine has read.
 
     Tokens that an earlier turn recorded keep what they were drawn with, also if the engine has read them again.
     """
     first = num_recorded(trajectory)
-    return Experts(first, rows[max(first - start, 0) :])
+    return Experts(first, rows[first:], layers)
 
 
 def sequence_experts(trajectory: Trajectory, shape: ExpertShape) -> np.ndarray:
@@ -52,8 +52,11 @@ def sequence_experts(trajectory: Trajectory, shape: ExpertShape) -> np.ndarray:
         if found is None:
             fix = "use an engine that records them (docs/routing-replay.md), or set rollout.replay_experts to false"
             raise fail("R511", "rollout", f"{where}: the engine returned no experts.", fix=fix)
-        if found.rows.shape[1:] != sizes:
-            message = f"{where}: its experts are of {found.rows.shape[1:]} (layers, experts per token), the policy has {sizes}."
+        if (found.layers, found.rows.shape[1:]) != (shape.layers, sizes):
+            has = f"layers {list(found.layers)} and {found.rows.shape[-1]} experts per token"
+            message = (
+                f"{where}: its experts are of {has}, the policy has {list(shape.layers)} and {sizes[1]}."
+            )
             raise fail("R511", "rollout", message)
         if (found.start, found.stop) != (covered, place - 1):
             message = f"{where}: its experts are of tokens {found.start} to {found.stop - 1}, expected {covered} to {place - 2}."
@@ -79,9 +82,7 @@ def _check_experts(where: str, found: Experts, shape: ExpertShape) -> None:
         raise fail("R511", "rollout", message)
 
 
-def experts_difference(
-    batch: np.ndarray | None, sampled: Experts | None, layers: Sequence[int] = ()
-) -> str | None:
+def experts_difference(batch: np.ndarray | None, sampled: Experts | None) -> str | None:
     """What in a sequence's experts is not as the engine returned it for a turn; None if nothing is."""
     if sampled is None:
         return None
@@ -95,8 +96,8 @@ def experts_difference(
         return None
     token, layer = np.argwhere(~same)[0].tolist()
     has, wanted = here[token, layer].tolist(), sampled.rows[token, layer].tolist()
-    number = layers[layer] if layers else layer
-    return f"token {sampled.start + token} of the sequence, layer {number}: the batch replays experts {has}, the engine chose {wanted}."
+    place = f"token {sampled.start + token} of the sequence, layer {sampled.layers[layer]}"
+    return f"{place}: the batch replays experts {has}, the engine chose {wanted}."
 
 
 def unrecorded(batch: np.ndarray, first: int) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,30 +28,28 @@ class ExpertShape:
 class Experts:
     """The experts of the tokens from place `start` of a sequence on: `rows`, [tokens, layers, chosen], read-only.
 
-    Two records are equal if their digests are: of the place, the shape and all experts.
+    `layers` are the numbers of the layers. Two records are equal if their digests are: of the place, the layers, the
+    shape and all experts.
     """
 
-    __slots__ = ("digest", "rows", "start")
+    __slots__ = ("digest", "layers", "rows", "start")
 
-    def __init__(self, start: int, rows: np.ndarray, digest: str | None = None):
+    def __init__(self, start: int, rows: np.ndarray, layers: Sequence[int], digest: str | None = None):
         self.start = start
         self.rows = np.ascontiguousarray(rows)
         self.rows.flags.writeable = False
+        self.layers = tuple(layers)
         self.digest = digest if digest is not None else self.computed_digest()
 
     def computed_digest(self) -> str:
         """The digest of what the record holds now."""
-        facts = f"{self.start} {self.rows.shape} {self.rows.dtype.str}".encode()
+        facts = f"{self.start} {self.layers} {self.rows.shape} {self.rows.dtype.str} ".encode()
         return hashlib.blake2b(facts + self.rows.tobytes(), digest_size=16).hexdigest()
 
     @property
     def stop(self) -> int:
         """The place after its last token."""
         return self.start + len(self.rows)
-
-    @property
-    def nbytes(self) -> int:
-        return self.rows.nbytes
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Experts) and self.digest == other.digest
@@ -63,24 +61,23 @@ class Experts:
         return self
 
     def __reduce__(self) -> Any:
-        return Experts, (self.start, self.rows, self.digest)
+        return Experts, (self.start, self.rows, self.layers, self.digest)
 
     def __repr__(self) -> str:
         return f"Experts(start={self.start}, shape={self.rows.shape}, digest={self.digest!r})"
 
     def to_json(self) -> dict[str, Any]:
         """Plain numbers and text; `from_json` gives the same record back."""
-        rows = base64.b64encode(self.rows.tobytes()).decode()
-        kind = self.rows.dtype.str
         return {
             "start": self.start,
+            "layers": list(self.layers),
             "shape": list(self.rows.shape),
-            "dtype": kind,
-            "rows": rows,
+            "dtype": self.rows.dtype.str,
+            "rows": base64.b64encode(self.rows.tobytes()).decode(),
             "digest": self.digest,
         }
 
     @classmethod
     def from_json(cls, given: Mapping[str, Any]) -> Experts:
         rows = np.frombuffer(base64.b64decode(given["rows"]), given["dtype"]).reshape(given["shape"])
-        return cls(given["start"], rows, given["digest"])
+        return cls(given["start"], rows, given["layers"], given["digest"])

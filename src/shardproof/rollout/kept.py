@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
@@ -48,6 +49,7 @@ class Prefix:
     num_read: int  # of the tokens, what the turn that left them had read; it wrote the others
     states: States
     wave: int = 0
+    experts: np.ndarray | None = None  # of the tokens, [tokens, layers, chosen], where they are recorded
     nbytes: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -60,6 +62,11 @@ class Found:
 
     prefix: Prefix
     length: int
+
+    @property
+    def experts(self) -> np.ndarray | None:
+        """Those of the tokens that were found."""
+        return None if self.prefix.experts is None else self.prefix.experts[: self.length]
 
 
 class KeptTurns:
@@ -108,9 +115,11 @@ class KeptTurns:
             self._drop(found.prefix)
         return found
 
-    def keep(self, tokens: tuple[int, ...], num_read: int, states: States) -> bool:
+    def keep(
+        self, tokens: tuple[int, ...], num_read: int, states: States, experts: np.ndarray | None = None
+    ) -> bool:
         """Keep the keys and values of a sequence, of which a turn read the first `num_read` tokens; False: no room."""
-        entry = Prefix(tokens, num_read, states, self._wave)
+        entry = Prefix(tokens, num_read, states, self._wave, experts)
         if (old := self._entries.get(tokens)) is not None:
             self._drop(old)
         if not self._make_room(entry.nbytes):

@@ -17,13 +17,17 @@ from shardproof.findings import Finding
 from shardproof.model import hf_private
 from shardproof.model.buffers import compute_buffers
 from shardproof.model.replace import place_buffers, replace_parameters
+from shardproof.model.routing import Routers
 from shardproof.rollout.decode import decode, last_logits
 from shardproof.rollout.engine import Request, Sampling
+from shardproof.rollout.experts import ExpertShape
 from shardproof.rollout.kept import GIB, KeptTurns, why_not
 from shardproof.rollout.queue import BatchEngine
+from shardproof.rollout.recording import Recorder
 from shardproof.rollout.static import FixedDecoder, fits
 from shardproof.rollout.trajectory import Trajectory
 from shardproof.shard.sharded_model import ShardedModel
+from shardproof.train.routing import routers_of
 from shardproof.weights.boxes import Box, Piece, cut, put
 from shardproof.weights.mapping import CheckpointMap, map_checkpoint
 from shardproof.weights.reader import TensorEntry
@@ -37,19 +41,27 @@ class EmbeddedEngine(BatchEngine):
     """A whole replica of the policy in this process, in the policy's compute dtype. Every rank has its own.
 
     It keeps the keys and values of conversations between their turns, up to `cache_gib` GiB, until the weights change.
+    With `experts`, the policy's `expert_shape`, its answers have the experts of their tokens.
     """
 
     canary_gap = None
     version = -1
 
-    def __init__(self, policy: ShardedModel, batch_size: int = 256, cache_gib: float = CACHE_GIB):
+    def __init__(
+        self,
+        policy: ShardedModel,
+        batch_size: int = 256,
+        cache_gib: float = CACHE_GIB,
+        experts: ExpertShape | None = None,
+    ):
         super().__init__(batch_size)
         self.device = policy.device
         self.model = _empty_replica(policy)
+        self._recorder = Recorder(Routers(self.model), experts) if experts is not None else None
         self._inlet = _Inlet(self.model, WeightStream(policy, policy.settings.compute_dtype))
         self._fixed = None
         if self.device.type == "cuda" and fits(self.model):
-            self._fixed = FixedDecoder(self.model, self.device)
+            self._fixed = FixedDecoder(self.model, self.device, self._recorder)
         self.kept = KeptTurns(int(cache_gib * GIB))
         self._cannot_keep = why_not(self.model.config)
 
@@ -98,6 +110,7 @@ class EmbeddedEngine(BatchEngine):
             device=self.device,
             version=self.version,
             kept=kept,
+            recorder=self._recorder,
         )
 
     def load_weights(self, stream: WeightStream) -> ExportReceipt:
@@ -139,14 +152,16 @@ class ShardedEngine(BatchEngine):
     """Generation straight from the FSDP module, for a policy whose replica does not fit.
 
     Every token gathers the whole model once, so all ranks decode in step until the last one is done. It keeps nothing
-    between the turns of a conversation: each turn reads all of it.
+    between the turns of a conversation: each turn reads all of it. With `experts`, the policy's `expert_shape`, its
+    answers have the experts of their tokens.
     """
 
     canary_gap = None
 
-    def __init__(self, policy: ShardedModel, batch_size: int = 256):
+    def __init__(self, policy: ShardedModel, batch_size: int = 256, experts: ExpertShape | None = None):
         super().__init__(batch_size)
         self.policy = policy
+        self._recorder = Recorder(routers_of(policy), experts) if experts is not None else None
 
     @property
     def version(self) -> int:
@@ -169,6 +184,7 @@ class ShardedEngine(BatchEngine):
                 version=self.version,
                 anyone_left=lambda left: any(exchange(left)),
                 idle=self._idle,
+                recorder=self._recorder,
             )
         finally:
             self.policy.module.train(was_training)

@@ -49,6 +49,34 @@ class Progress:
         self.step.add_(1)
 
 
+class Watch:
+    """Whether all rows have finished. On CUDA the answer is that of the call before, so that nothing waits for the steps
+    that were launched since: a device that runs out of launched steps would idle."""
+
+    def __init__(self, done: torch.Tensor):
+        self._done = done
+        self._flag: torch.Tensor | None = None
+        if done.is_cuda:
+            self._flag = torch.zeros(1, dtype=torch.bool, pin_memory=True)
+            self._noted = torch.cuda.Event()
+
+    def begin(self) -> None:
+        """Start anew: no row has finished."""
+        if self._flag is not None:
+            self._noted.synchronize()
+            self._flag.zero_()
+
+    def all_done(self) -> bool:
+        """Whether they all had finished when this was asked last; on the CPU, whether they have now."""
+        if self._flag is None:
+            return bool(self._done.all())
+        self._noted.synchronize()
+        found = bool(self._flag)
+        self._flag.copy_(self._done.all(), non_blocking=True)
+        self._noted.record()
+        return found
+
+
 def draws_rightly(progress: Progress, step: int, logits: torch.Tensor) -> bool:
     """Whether a step, the last one, drew the tokens that the rows' uniform numbers select, up to rounding."""
     every = torch.log_softmax(logits.double() / progress.sampling.temperature, -1)

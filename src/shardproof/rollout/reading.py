@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import DynamicCache
 
 from shardproof.rollout.engine import Request
 from shardproof.rollout.kept import Found, KeptTurns
+from shardproof.rollout.recording import Recorder
 
 # (input_ids, attention_mask, position_ids, cache) -> logits of the last position, [rows, vocabulary]
 Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, DynamicCache], torch.Tensor]
@@ -19,15 +21,28 @@ class Prompts:
     """The different prompts of a batch: after `read`, a row of keys and values for each, padded on the left."""
 
     def __init__(
-        self, requests: Sequence[Request], config: Any, device: torch.device, kept: KeptTurns | None = None
+        self,
+        requests: Sequence[Request],
+        config: Any,
+        device: torch.device,
+        kept: KeptTurns | None = None,
+        recorder: Recorder | None = None,
     ):
-        self._config, self._device = config, device
+        self._config, self._device, self._recorder = config, device, recorder
         self._prompts = list(dict.fromkeys(request.tokens for request in requests))
         rows = {prompt: row for row, prompt in enumerate(self._prompts)}
         self._row_of = [rows[request.tokens] for request in requests]
         self._found: list[Found | None] = [
             kept.take(prompt) if kept is not None else None for prompt in self._prompts
         ]
+        # Of each prompt's tokens, where they are recorded: what was kept of them, and then what is read.
+        self._experts = [each.experts if each is not None else None for each in self._found]
+
+    def experts(self, request: int) -> np.ndarray:
+        """Those of the tokens of a request's prompt, [tokens, layers, chosen], where they are recorded."""
+        found = self._experts[self._row_of[request]]
+        assert found is not None
+        return found
 
     def read(self, forward: Forward) -> torch.Tensor:
         """The logits after each prompt, [prompts, vocabulary]. `prompt_of` is the row of each request's prompt."""
@@ -39,7 +54,12 @@ class Prompts:
                 self._config,
                 self._device,
             )
-            logits.append(forward(part.ids, part.mask, part.positions, part.cache))
+            if self._recorder is None:
+                logits.append(forward(part.ids, part.mask, part.positions, part.cache))
+            else:
+                inputs = (part.ids, part.mask, part.positions, part.cache)
+                logits.append(self._recorder.watch(forward, *inputs))
+                self._note(rows, part, self._recorder.last_rows(len(rows)))
             parts.append(part)
             order += rows
         self._found = []
@@ -52,6 +72,12 @@ class Prompts:
         elif parts[0].num_kept:
             self.mask, self.columns = self._packed(parts[0].prompts), _columns(parts[0], self._longest)
         return logits[0] if len(logits) == 1 else torch.cat(logits)
+
+    def _note(self, rows: list[int], part: _Part, experts: np.ndarray) -> None:
+        """Add the experts of what was read of a part's prompts, which are padded on the left."""
+        for row, new, chosen in zip(rows, part.num_new, experts, strict=True):
+            known, read = self._experts[row], chosen[len(chosen) - new :]
+            self._experts[row] = read if known is None else np.concatenate([known, read])
 
     def _give_up(self, row: int) -> Found | None:
         """What was found for a row, which is then held by whoever asked alone: its memory is free once it was copied."""
@@ -125,7 +151,8 @@ class _Part:
         self.prompts = prompts
         starts = [each.length if each is not None else 0 for each in found]
         self.num_kept = max(starts)
-        num_new = max(len(prompt) - start for prompt, start in zip(prompts, starts, strict=True))
+        self.num_new = [len(prompt) - start for prompt, start in zip(prompts, starts, strict=True)]
+        num_new = max(self.num_new)
         width = self.num_kept + num_new
         ids = torch.zeros(len(prompts), num_new, dtype=torch.int64)
         mask = torch.zeros(len(prompts), width, dtype=torch.int64)

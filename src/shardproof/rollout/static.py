@@ -14,6 +14,7 @@ from functools import partial
 from math import prod
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
@@ -27,8 +28,9 @@ from shardproof.rollout.decode import Prefilled, last_logits
 from shardproof.rollout.engine import Request, Sampling
 from shardproof.rollout.fused import FusedStep, can_fuse, fused_record
 from shardproof.rollout.kept import KeptTurns, States, stack_rows
-from shardproof.rollout.progress import Progress
+from shardproof.rollout.progress import Progress, Watch
 from shardproof.rollout.proof import CAPACITY, Step, compare_draws, compare_steps
+from shardproof.rollout.recording import Recorder
 from shardproof.rollout.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
@@ -140,9 +142,10 @@ class FixedDecoder:
     graphs, the model's own forward in graphs, that forward without graphs. All draw the same tokens.
     """
 
-    def __init__(self, model: PreTrainedModel, device: torch.device):
+    def __init__(self, model: PreTrainedModel, device: torch.device, recorder: Recorder | None = None):
         self._model = model
         self._device = device
+        self._recorder = recorder
         self._loops: dict[Any, _Loop] = {}
         # Whether steps, and draws, may use our own kernels, and be recorded. Once given up, none of it comes back.
         self._fuses = can_fuse(model, device)
@@ -158,7 +161,7 @@ class FixedDecoder:
             return []
         grows = any(request.continues for request in requests) or bool(kept)
         padded = _padded(requests) if grows else requests
-        started = Prefilled(self._model, padded, self._device, kept)
+        started = Prefilled(self._model, padded, self._device, kept, self._recorder)
         seeds = [request.seed for request in padded]
         while True:
             try:
@@ -174,13 +177,18 @@ class FixedDecoder:
             _answer(request, row, scores, sampling, version)
             for request, row, scores in zip(requests, tokens.tolist(), logprobs.tolist(), strict=False)
         ]
+        # Nothing has read the last token of each yet.
+        lengths = [len(trajectory.tokens) - 1 for trajectory in answered]
+        chosen = loop.experts(started, lengths) if self._recorder is not None else None
         if kept is not None:
             for row, (request, trajectory) in enumerate(zip(requests, answered, strict=True)):
                 if request.continues:
-                    # Nothing has read the last token yet.
-                    sequence = trajectory.tokens[:-1]
-                    kept.keep(sequence, len(request.tokens), loop.states(row, len(sequence)))
-        return answered
+                    states = loop.states(row, lengths[row])
+                    experts = chosen[row] if chosen is not None else None
+                    kept.keep(trajectory.tokens[:-1], len(request.tokens), states, experts)
+        if self._recorder is None or chosen is None:
+            return answered
+        return self._recorder.with_records(answered, chosen)
 
     def release(self) -> None:
         """Free all memory and graphs. Comparisons that were passed are remembered."""
@@ -242,7 +250,7 @@ class FixedDecoder:
             record = partial(fused_record, progress, temperature)
         # Recording runs two steps first; the cache must have room for them.
         captures = self._records and graphs.can_capture(self._device, rows) and sampling.max_new_tokens > 2
-        return _Loop(step, progress, record, captures)
+        return _Loop(step, progress, record, captures, self._recorder)
 
     def _compare_steps(self, rows: int) -> str | None:
         """What is wrong with fused kernels for this number of rows; None if nothing is."""
@@ -299,15 +307,22 @@ class _Loop:
     """The memory of one batch size, cache length and sampling, and the step that works in it."""
 
     def __init__(
-        self, step: Step, progress: Progress, record: Callable[[torch.Tensor], None], captures: bool
+        self,
+        step: Step,
+        progress: Progress,
+        record: Callable[[torch.Tensor], None],
+        captures: bool,
+        recorder: Recorder | None = None,
     ):
         self._model = step
+        self._recorder = recorder
+        self._chosen = recorder.room(progress.tokens) if recorder is not None else None
         self._progress = progress
         self._record = record
         self._device = progress.tokens.device
         self._captures = captures
         self._replay: Callable[[], None] | None = None
-        self._watch = _Watch(progress.done)
+        self._watch = Watch(progress.done)
 
     def run(self, started: Prefilled, seeds: list[int], num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(tokens, log-probs), each [rows, steps], on the host. Only the first `num_rows` rows are waited for."""
@@ -329,6 +344,17 @@ class _Loop:
         """Copies of the keys and values of a row's first tokens."""
         return self._model.states(row, num_tokens)
 
+    def experts(self, started: Prefilled, lengths: Sequence[int]) -> list[np.ndarray]:
+        """Those of the first tokens of each row, prompt and drawn, as many as `lengths` says."""
+        assert self._recorder is not None and self._chosen is not None
+        prompts = [started.experts(row) for row in range(len(lengths))]
+        # What a step reads was drawn in the step before.
+        drawn = self._recorder.on_host(self._chosen[1:, : len(lengths)])
+        return [
+            np.concatenate([prompt, drawn[: length - len(prompt), row]])
+            for row, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
+        ]
+
     def _begin(self, started: Prefilled, seeds: list[int], num_rows: int) -> None:
         """Copy the prompts' keys and values into the fixed cache, and start after them."""
         self._model.fill(started)
@@ -338,33 +364,13 @@ class _Loop:
 
     def _advance(self) -> None:
         """One step: the last token in, the next one out."""
-        self._record(self._model(self._progress.ids, self._progress.positions))
-
-
-class _Watch:
-    """Whether all rows have finished. On CUDA the answer is that of the call before, so that nothing waits for the steps
-    that were launched since: a device that runs out of launched steps would idle."""
-
-    def __init__(self, done: torch.Tensor):
-        self._done = done
-        self._flag: torch.Tensor | None = None
-        if done.is_cuda:
-            self._flag = torch.zeros(1, dtype=torch.bool, pin_memory=True)
-            self._noted = torch.cuda.Event()
-
-    def begin(self) -> None:
-        if self._flag is not None:
-            self._noted.synchronize()
-            self._flag.zero_()
-
-    def all_done(self) -> bool:
-        if self._flag is None:
-            return bool(self._done.all())
-        self._noted.synchronize()
-        found = bool(self._flag)
-        self._flag.copy_(self._done.all(), non_blocking=True)
-        self._noted.record()
-        return found
+        inputs = self._progress.ids, self._progress.positions
+        if self._recorder is None or self._chosen is None:
+            self._record(self._model(*inputs))
+            return
+        logits = self._recorder.watch(self._model, *inputs)
+        self._chosen.index_copy_(0, self._progress.step, self._recorder.last()[None])
+        self._record(logits)
 
 
 @contextmanager

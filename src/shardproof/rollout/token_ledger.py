@@ -14,6 +14,8 @@ import numpy as np
 
 from shardproof.errors import fail
 from shardproof.findings import Finding
+from shardproof.rollout.expert_records import experts_difference, unrecorded
+from shardproof.rollout.experts import Experts
 from shardproof.rollout.trajectory import Segment, Trajectory
 from shardproof.train.batching import Batch
 
@@ -28,6 +30,7 @@ class Sampled:
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
     version: int | None
+    experts: Experts | None = None
 
     @property
     def start(self) -> int:
@@ -57,7 +60,9 @@ class TokenLedger:
         segment = appended(asked, answered)
         context = tuple(tuple(each.tokens) for each in asked.segments)
         assert segment.logprobs is not None
-        turn = Sampled(context, tuple(segment.tokens), tuple(segment.logprobs), segment.version)
+        turn = Sampled(
+            context, tuple(segment.tokens), tuple(segment.logprobs), segment.version, segment.experts
+        )
         self._turns.setdefault((asked.group, asked.sample), []).append(turn)
 
     def turns(self, group: int, sample: int) -> tuple[Sampled, ...]:
@@ -117,7 +122,8 @@ def attest_batch(
 ) -> list[Finding]:
     """Prove that a batch trains on exactly the tokens that were sampled; returns what does not agree with the ledger.
 
-    Compares, for each turn of each sequence: its tokens, the tokens before it, its `rollout_logps` and its weight version.
+    Compares, for each turn of each sequence: its tokens, the tokens before it, its `rollout_logps`, its weight version and,
+    where the engine recorded them, the experts that are replayed (R511).
     The `mask` must be 1 on sampled tokens only, and each sampled turn must be in the batch exactly once. A turn may be left
     out as a whole if its segment is not `trained`, or if its reward failed or is left out. With
     `whole_turns=False` the mask may also leave out single tokens.
@@ -146,11 +152,11 @@ def compare_batch(
         try:
             for turn, sampled, segment in _turns_of(part, ledger.turns(*key), placed):
                 row.compare(turn, sampled, segment)
-            row.compare_mask()
+            row.compare_rest()
         except _Disagreement as error:
             if key not in broken:  # the rest of a conversation only follows from its first disagreement
                 message = f"{_name(part)}, {error} It is in sequence {number} of the batch."
-                result.findings.append(Finding("R507", "attest", message))
+                result.findings.append(Finding(error.code, "attest", message))
             broken.add(key)
         result.num_turns += len(row.turns)
         result.num_tokens += sum(stop - start for start, stop, _ in row.turns)
@@ -165,6 +171,12 @@ def compare_batch(
 
 class _Disagreement(Exception):
     """What in a sequence is not as the ledger has it."""
+
+    code = "R507"
+
+
+class _OtherExperts(_Disagreement):
+    code = "R511"
 
 
 def _turns_of(
@@ -203,6 +215,8 @@ class _Row:
         every = np.ones(len(self.tokens) - 1, np.float32)
         self.mask = columns["mask"][number].numpy() if "mask" in columns else every
         self.logps = columns["rollout_logps"][number].numpy() if "rollout_logps" in columns else None
+        self.experts = batch.experts[number].numpy() if batch.experts is not None else None
+        self.num_routed = 0  # tokens from the beginning whose experts an engine recorded
         self.part = part
         self.whole_turns = whole_turns
         self.left_out = part.reward is not None and not part.reward.counts
@@ -220,6 +234,7 @@ class _Row:
                 f"turn {turn}: the batch has it from weights of version {segment.version}, the engine sampled it from version {sampled.version}."
             )
         self._compare_logps(turn, sampled, start, stop)
+        self._compare_experts(turn, sampled)
         counted = self.mask[max(start - 1, 0) : stop - 1]
         num = int(np.count_nonzero(counted))
         self.num_trained += num
@@ -266,8 +281,21 @@ class _Row:
                 f"turn {turn}, token {at + first - start}: the batch has log-prob {here[at]:.9g}, the engine's is {wanted[at]:.9g}."
             )
 
-    def compare_mask(self) -> None:
-        """Raise if the mask counts what was not sampled. To be called once all turns were compared."""
+    def _compare_experts(self, turn: int, sampled: Sampled) -> None:
+        found = experts_difference(self.experts, sampled.experts)
+        if found is not None:
+            raise _OtherExperts(f"turn {turn}, {found}")
+        if sampled.experts is not None:
+            self.num_routed = sampled.experts.stop
+
+    def compare_rest(self) -> None:
+        """Raise if the mask, or experts, are of what was not sampled. To be called once all turns were compared."""
+        found = None if self.experts is None else unrecorded(self.experts, self.num_routed)
+        if found is not None:
+            raise _OtherExperts(found)
+        self._compare_mask()
+
+    def _compare_mask(self) -> None:
         if np.count_nonzero(self.mask == 1) != np.count_nonzero(self.mask):
             at = int(np.argmax((self.mask != 1) & (self.mask != 0)))
             raise _Disagreement(

@@ -1,0 +1,202 @@
+"""Recorded experts are those that the model's routers choose for these tokens, in every way of decoding and over turns."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+import shardproof as sp
+from shardproof.model.routing import Routers
+from shardproof.rl.batches import make_batch
+from shardproof.rollout import graphs
+from shardproof.rollout.decode import decode, last_logits
+from shardproof.rollout.engine import Request, Sampling, generate
+from shardproof.rollout.expert_records import sequence_experts
+from shardproof.rollout.experts import ExpertShape
+from shardproof.rollout.kept import GIB, KeptTurns
+from shardproof.rollout.local import EmbeddedEngine, ShardedEngine
+from shardproof.rollout.recording import Recorder, expert_shape
+from shardproof.rollout.static import FixedDecoder, fits
+from shardproof.rollout.token_ledger import TokenLedger
+from shardproof.rollout.trajectory import Segment, Trajectory
+from tests.models import make_checkpoint, make_model
+from tests.ranks import run_ranks, run_ranks_outcomes
+
+CPU = torch.device("cpu")
+SAMPLING = Sampling(9, stop_ids=(5, 17, 33))
+PROMPTS = [tuple((7 * row + 3 * at + at * at) % 101 for at in range(17 + 5 * row)) for row in range(3)]
+FAMILIES = ("qwen3_moe", "deepseek_v3")
+
+
+class Talk:
+    """Conversations with one model, decoded one way."""
+
+    def __init__(self, family, kept=None, is_fixed=False):
+        self.model = make_model(family)
+        self.routers = Routers(self.model)
+        self.routers.settle(lambda: self.model(torch.zeros(1, 2, dtype=torch.int64), use_cache=False))
+        facts = self.routers.layers, self.routers.num_experts, self.routers.num_chosen
+        self.shape = ExpertShape(*facts)
+        self.recorder = Recorder(self.routers, self.shape)
+        self.kept = kept
+        self.fixed = FixedDecoder(self.model, CPU, self.recorder) if is_fixed else None
+
+    def turns(self, num):
+        said = [
+            Trajectory.of_prompt(p, number, sample) for number, p in enumerate(PROMPTS) for sample in (0, 1)
+        ]
+        for turn in range(num):
+            if turn:
+                said = [t.extended(Segment((3 + t.group, 4 + turn), "environment")) for t in said]
+            said = self.complete([Request(t, 10 * turn + 2 * t.group + t.sample, True) for t in said])
+        return said
+
+    @torch.no_grad()
+    def complete(self, requests):
+        if self.kept is not None:
+            self.kept.begin_wave()
+        if self.fixed is not None:
+            return self.fixed(requests, SAMPLING, 0, self.kept)
+        forward = partial(last_logits, self.model)
+        options = {"config": self.model.config, "device": CPU, "version": 0, "kept": self.kept}
+        return decode(forward, requests, SAMPLING, recorder=self.recorder, **options)
+
+    def own(self, tokens):
+        """The routers' choice for a whole sequence at once, the experts of each token in order."""
+        with torch.no_grad(), self.routers.noting() as noted:
+            self.model(torch.tensor([tokens]), use_cache=False)
+        return np.sort(torch.stack([experts for _, experts in noted], 1).numpy(), -1)
+
+
+def assert_own(talk, said):
+    """All tokens but the last of each have their routers' choice, up to near ties."""
+    total = same = 0
+    for trajectory in said:
+        found = sequence_experts(trajectory, talk.shape)
+        assert (found[-1] == -1).all() and (found[:-1] >= 0).all()
+        equal = np.sort(found[:-1], -1) == talk.own(trajectory.tokens)[:-1]
+        total, same = total + equal.size, same + int(equal.sum())
+    assert total > 300 and same >= 0.995 * total
+
+
+WAYS = {
+    "growing cache": {},
+    "kept turns": {"kept": True},
+    "fixed memory": {"is_fixed": True},
+    "fixed memory, kept turns": {"is_fixed": True, "kept": True},
+}
+
+
+# Windows are not kept between turns, and sinks not decoded in fixed memory.
+CASES = [*((family, way) for family in FAMILIES for way in WAYS), ("gpt_oss", "growing cache")]
+
+
+@pytest.mark.parametrize(("family", "way"), CASES)
+def test_records_are_what_the_routers_choose(family, way):
+    options = dict(WAYS[way])
+    store = KeptTurns(GIB) if options.pop("kept", False) else None
+    talk = Talk(family, store, **options)
+    assert fits(talk.model) or not options
+    said = talk.turns(3)
+    assert_own(talk, said)
+    assert store is None or len(store)
+
+
+def test_a_conversation_that_finds_anothers_prefix_has_all_its_experts():
+    """The second batch's prompt is kept by conversations of the first: nothing reads it again, but it was recorded."""
+    talk = Talk("qwen3_moe", KeptTurns(GIB))
+    first = [Request(Trajectory.of_prompt(PROMPTS[2], 0, 0), 1, True)]
+    second = [Request(Trajectory.of_prompt((*PROMPTS[2], 8, 9), 1, 0), 2, True)]
+    for trajectory in (*talk.complete(first), *talk.complete(second)):
+        found = sequence_experts(trajectory, talk.shape)
+        assert np.array_equal(np.sort(found[:-1], -1), talk.own(trajectory.tokens)[:-1])
+
+
+class Graphs:
+    """CUDA graphs where there is no CUDA: a step is run when it is recorded and when it is replayed."""
+
+    @staticmethod
+    def capture(step, device, rewind=lambda: None):
+        for _ in range(2):
+            step()
+            rewind()
+        step()
+        return step
+
+
+def test_records_of_steps_that_are_graphs(monkeypatch):
+    monkeypatch.setattr(graphs, "can_capture", lambda device, rows: True)
+    monkeypatch.setattr(graphs, "capture", Graphs.capture)
+    talk = Talk("qwen3_moe", is_fixed=True)
+    assert_own(talk, talk.turns(3))
+
+
+def test_recording_changes_no_token_and_no_log_prob():
+    talk = Talk("qwen3_moe")
+    recorded = talk.turns(2)
+    talk.recorder = None
+    plain = talk.turns(2)
+    assert [t.tokens for t in recorded] == [t.tokens for t in plain]
+    for one, other in zip(recorded, plain, strict=True):
+        assert [s.logprobs for s in one.sampled] == [s.logprobs for s in other.sampled]
+        assert all(s.experts is None for s in other.sampled)
+
+
+# Engines, and what is trained on.
+
+
+def engines(folder, kind, strategy):
+    """What engines record on two ranks, of which one has less to do, is proved, and is the policy's own choice."""
+    policy = sp.load(folder, strategy=strategy, compute_dtype=torch.float32, progress=False)
+    shape = expert_shape(policy)
+    engine = (
+        EmbeddedEngine(policy, 4, experts=shape) if kind == "embedded" else ShardedEngine(policy, 4, shape)
+    )
+    engine.load_weights(sp.WeightStream(policy, torch.float32))
+    mine = PROMPTS[: 2 - dist.get_rank()]
+    ledger = TokenLedger()
+    requests = [
+        Request(Trajectory.of_prompt(prompt, k, s), s, True) for k, prompt in enumerate(mine) for s in (0, 1)
+    ]
+    said = generate(engine, requests, SAMPLING, ledger)
+    going = [t.extended(Segment((3, 4), "environment")) for t in said]
+    said = generate(engine, [Request(t, 9 + t.sample) for t in going], SAMPLING, ledger)
+    batch = make_batch(said, shape)
+    findings = [finding.message for finding in sp.attest_batch(batch, said, ledger)]
+    own = sp.logprobs(policy, batch.sequences)
+    replayed = sp.logprobs(policy, batch.sequences, experts=batch.experts)
+    gap = max(float((a - b).abs().max()) for a, b in zip(own, replayed, strict=True))
+    if dist.get_rank() == 0:
+        batch.experts[1][4, 1, 0] += 1
+    broken = [(finding.code, finding.message) for finding in sp.attest_batch(batch, said, ledger)]
+    return findings, gap, broken
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("kind", "strategy"), [("embedded", "fsdp1"), ("sharded", "fsdp2"), ("sharded", "fsdp1")]
+)
+def test_engines_record_what_the_policy_would_choose(tmp_path, kind, strategy):
+    folder = make_checkpoint(tmp_path, "deepseek_v3")
+    (first, *others) = run_ranks(2, engines, folder, kind, strategy)
+    for findings, gap, _ in (first, *others):
+        assert findings == [] and gap < 1e-4
+    ((code, message),) = first[2]
+    assert code == "R511" and "trajectory 1 of prompt 0, turn 1, token 4 of the sequence, layer 2" in message
+
+
+def without_experts(folder):
+    policy = sp.load(folder, compute_dtype=torch.float32, progress=False)
+    shape = expert_shape(policy)
+    engine = ShardedEngine(policy, 4, shape if dist.get_rank() == 0 else None)
+    said = generate(engine, [Request(Trajectory.of_prompt(PROMPTS[0]), 0)], SAMPLING)
+    make_batch(said, shape)
+
+
+@pytest.mark.distributed
+def test_an_engine_that_returns_no_experts_fails_on_every_rank(tmp_path):
+    for outcome in run_ranks_outcomes(2, without_experts, make_checkpoint(tmp_path, "qwen3_moe")):
+        assert "R511" in outcome[2] and "the engine returned no experts" in outcome[2]
+        assert "rank 1" in outcome[2]
