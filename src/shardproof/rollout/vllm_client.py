@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.parse import urlsplit
 
+GENERATE = "/inference/v1/generate"  # completions for token ids
 _MOST_CONNECTIONS = 64
 _ERROR_CHARACTERS = 400
 
@@ -133,14 +134,14 @@ def _exchange(
     response = connection.getresponse()
     raw = response.read()
     if response.status != 200:
-        raise Refused(response.status, _error_text(raw) or response.reason)
+        raise Refused(response.status, error_text(raw) or response.reason)
     try:
         return json.loads(raw) if raw else None
     except ValueError:
         return raw.decode(errors="replace")
 
 
-def _error_text(raw: bytes) -> str:
+def error_text(raw: bytes) -> str:
     """The message of vLLM's error object, or the beginning of whatever came."""
     try:
         data = json.loads(raw)
