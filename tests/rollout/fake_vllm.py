@@ -67,6 +67,7 @@ class FakeVllm:
         self.disconnected = 0  # requests that their sender gave up
         # How it fails. By path: (status, text) to answer with, and paths that get no answer.
         self.refuses: dict[str, tuple[int, str]] = {}
+        self.refuses_seeds: dict[int, tuple[int, str]] = {}  # of requests to generate
         self.hangs: set[str] = set()
         self.dies_at: str | None = None  # a path
         # For the next requests to generate, one each: "die", "half", "garbage", "hang", or (status, text).
@@ -279,7 +280,9 @@ class FakeVllm:
         if "prompt_logprobs" in body["sampling_params"]:
             return web.json_response(self._canary(body))
         self.bodies.append(body)
-        fault = self.next_faults.popleft() if self.next_faults else None
+        fault = self.refuses_seeds.get(body["sampling_params"]["seed"])
+        if fault is None and self.next_faults:
+            fault = self.next_faults.popleft()
         if isinstance(fault, tuple):
             return web.json_response({"error": {"message": fault[1]}}, status=fault[0])
         if fault == "garbage":

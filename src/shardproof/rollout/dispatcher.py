@@ -68,6 +68,11 @@ class Dispatcher:
         """Go on with a version that was committed, at the replicas of these names; others follow when they have it."""
         self._wait_for(self._release, version, frozenset(serving))
 
+    @property
+    def num_unanswered(self) -> int:
+        """Requests without an answer."""
+        return len(self._sending)
+
     def activity(self) -> dict[str, float]:
         """Metrics: `ahead/in_flight`, requests without an answer; `time/engine_idle`, seconds that a replica was without
         a request of this rank since the last call, averaged over replicas.
