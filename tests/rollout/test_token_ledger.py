@@ -50,6 +50,17 @@ def conversations(seed: int = 0, num: int = 4) -> Made:
     return [converse(k // 2, k % 2, ledger, draws) for k in range(num)], ledger
 
 
+def interrupted() -> Made:
+    """Two turns of five tokens each; weights changed while each of them was drawn."""
+    ledger, said = TokenLedger(), Trajectory.of_prompt((9, 8, 7), 1, 0)
+    for first, parts in ((10, ((2, 3), (3, 4))), (20, ((1, 4), (2, 5), (2, 6)))):
+        tokens = range(first, first + 5)
+        answered = Request(said, 0).answered(tokens, [-0.5] * 5, True, parts[0][1], parts)
+        ledger.record(said, answered)
+        said = answered.extended(Segment((1,), "environment"))
+    return [replace(answered, reward=Reward(1.0))], ledger
+
+
 def split_conversation() -> Made:
     """Two turns whose template dropped the first turn's thought: two sequences of one conversation."""
     draws, ledger = random.Random(1), TokenLedger()
@@ -261,6 +272,36 @@ def test_a_split_turn_that_is_left_out_or_behind_other_tokens_is_found():
     assert "turn 2, token 3 of what it follows: the batch has 5000" in finding.message
 
 
+@pytest.mark.fault
+@pytest.mark.parametrize(
+    ("parts", "version", "said"),
+    [
+        (((2, 4), (1, 5), (2, 6)), 4, "turn 2, token 1: the batch has it from weights of version 4, the engine sampled it from version 5."),
+        (((1, 4), (2, 5), (2, 7)), 4, "turn 2, token 3: the batch has it from weights of version 7, the engine sampled it from version 6."),
+        (((1, 4), (2, 5)), 4, "turn 2, token 3: the batch has it from weights of version nothing, the engine sampled it from version 6."),
+        ((), 4, "turn 2, token 1: the batch has it from weights of version 4, the engine sampled it from version 5."),
+        (((1, 4), (2, 5), (2, 6)), 5, "turn 2: the batch has it from weights of version 5, the engine sampled it from version 4."),
+    ],
+)  # fmt: skip
+def test_the_version_of_every_token_is_compared(parts, version, said):
+    trajectories, ledger = interrupted()
+    batch = batch_of(trajectories)
+    assert sp.attest_batch(batch, trajectories, ledger) == []
+    (trajectory,) = trajectories
+    changed = replace(trajectory.segments[-1], parts=parts, version=version)
+    other = replace(trajectory, segments=(*trajectory.segments[:-1], changed))
+    (finding,) = sp.attest_batch(batch, [other], ledger)
+    assert finding.code == "R507" and f"trajectory 0 of prompt 1, {said}" in finding.message
+
+
+def test_parts_of_one_version_are_the_same_as_none():
+    trajectories, ledger = conversations(num=1)
+    last = trajectories[0].segments[-1]
+    same = replace(last, parts=((1, 3), (len(last.tokens) - 1, 3)))
+    trajectories[0] = replace(trajectories[0], segments=(*trajectories[0].segments[:-1], same))
+    assert sp.attest_batch(batch_of(trajectories), trajectories, ledger) == []
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_any_single_change_of_what_is_trained_is_found(seed):
     draws = random.Random(seed)
@@ -342,6 +383,9 @@ def right(request: Trajectory, **changes: Any) -> Trajectory:
             "R500",
             "has 1 log-probs for 2 tokens",
         ),
+        (right(asked(), parts=((1, 0), (2, 1))), "R500", "has parts ((1, 0), (2, 1)) for 2 tokens"),
+        (right(asked(), parts=((2, 0), (0, 1))), "R500", "has parts ((2, 0), (0, 1)) for 2 tokens"),
+        (right(asked(), parts=((1, 1), (1, 2))), "R500", "has version 0, its oldest part 1"),
         (replace(right(asked()), sample=3), "R500", "belongs to trajectory 3 of prompt 4"),
         (
             right(Trajectory.of_prompt((1, 2, 9), 4, 2).extended(Segment((5, 6), "environment"))),

@@ -31,6 +31,7 @@ class Sampled:
     logprobs: tuple[float, ...]
     version: int | None
     experts: Experts | None = None
+    parts: tuple[tuple[int, int], ...] = ()  # (number of tokens, version), as `Segment.parts`
 
     @property
     def start(self) -> int:
@@ -60,9 +61,8 @@ class TokenLedger:
         segment = appended(asked, answered)
         context = tuple(tuple(each.tokens) for each in asked.segments)
         assert segment.logprobs is not None
-        turn = Sampled(
-            context, tuple(segment.tokens), tuple(segment.logprobs), segment.version, segment.experts
-        )
+        drawn = tuple(segment.tokens), tuple(segment.logprobs), segment.version
+        turn = Sampled(context, *drawn, segment.experts, _parts(segment))
         self._turns.setdefault((asked.group, asked.sample), []).append(turn)
 
     def turns(self, group: int, sample: int) -> tuple[Sampled, ...]:
@@ -96,7 +96,24 @@ def appended(asked: Trajectory, answered: Trajectory) -> Segment:
     if num != len(added[0].tokens):
         message = f"{where} has {num or 'no'} log-probs for {len(added[0].tokens)} tokens."
         raise fail("R500", "generate", message, fix=fix)
+    if problem := _wrong_parts(added[0]):
+        raise fail("R500", "generate", f"{where} {problem}.", fix=fix)
     return added[0]
+
+
+def _wrong_parts(segment: Segment) -> str:
+    """What is wrong with a segment's versions; "" for nothing."""
+    parts, num = _parts(segment), len(segment.tokens)
+    if not parts:
+        return ""
+    if sum(size for size, _ in parts) != num or any(size < 1 for size, _ in parts):
+        return f"has parts {parts} for {num} tokens"
+    oldest = min(version for _, version in parts)
+    return "" if segment.version == oldest else f"has version {segment.version}, its oldest part {oldest}"
+
+
+def _parts(segment: Segment) -> tuple[tuple[int, int], ...]:
+    return tuple((num, version) for num, version in segment.parts)
 
 
 def _changed(before: Segment, after: Segment) -> str:
@@ -122,8 +139,8 @@ def attest_batch(
 ) -> list[Finding]:
     """Prove that a batch trains on exactly the tokens that were sampled; returns what does not agree with the ledger.
 
-    Compares, for each turn of each sequence: its tokens, the tokens before it, its `rollout_logps`, its weight version and,
-    where the engine recorded them, the experts that are replayed (R511).
+    Compares, for each turn of each sequence: its tokens, the tokens before it, its `rollout_logps`, the weight version of each
+    token and, where the engine recorded them, the experts that are replayed (R511).
     The `mask` must be 1 on sampled tokens only, and each sampled turn must be in the batch exactly once. A turn may be left
     out as a whole if its segment is not `trained`, or if its reward failed or is left out. With
     `whole_turns=False` the mask may also leave out single tokens.
@@ -206,6 +223,21 @@ def _turns_of(
         yield number + 1, sampled[number], segment
 
 
+def _compare_versions(turn: int, sampled: Sampled, segment: Segment) -> None:
+    """Raise if the weights that drew a turn's tokens are not those that the engine named."""
+    if _parts(segment) != sampled.parts:
+        before = Segment(sampled.tokens, "policy", version=sampled.version, parts=sampled.parts)
+        found = _first_difference(segment.token_versions, before.token_versions)
+        if found is not None:
+            at, has, wanted = found
+            message = f"the batch has it from weights of version {has}, the engine sampled it from version {wanted}."
+            raise _Disagreement(f"turn {turn}, token {at}: {message}")
+    if segment.version != sampled.version:
+        raise _Disagreement(
+            f"turn {turn}: the batch has it from weights of version {segment.version}, the engine sampled it from version {sampled.version}."
+        )
+
+
 class _Row:
     """One sequence of a batch while it is compared."""
 
@@ -229,10 +261,7 @@ class _Row:
     def compare(self, turn: int, sampled: Sampled, segment: Segment) -> None:
         """Raise if a turn is not as it was sampled, or does not follow what the engine read."""
         start, stop = self._compare_tokens(turn, sampled)
-        if segment.version != sampled.version:
-            raise _Disagreement(
-                f"turn {turn}: the batch has it from weights of version {segment.version}, the engine sampled it from version {sampled.version}."
-            )
+        _compare_versions(turn, sampled, segment)
         self._compare_logps(turn, sampled, start, stop)
         self._compare_experts(turn, sampled)
         counted = self.mask[max(start - 1, 0) : stop - 1]
@@ -321,7 +350,9 @@ class _Row:
         return "batch"
 
 
-def _first_difference(has: Sequence[int], wanted: Sequence[int]) -> tuple[int, object, object] | None:
+def _first_difference(
+    has: Sequence[int | None], wanted: Sequence[int | None]
+) -> tuple[int, object, object] | None:
     """(index, what is there, what should be) of the first token that differs; None if none does."""
     if list(has) == list(wanted):
         return None
