@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import threading
 from typing import Annotated
@@ -34,7 +35,7 @@ def receive(
         try:
             receiver = Receiver(host, port, key)
         except OSError as error:
-            message = f"cannot listen on {listen}: {error.strerror or error}."
+            message = f"cannot listen on {listen}: {os.strerror(error.errno) if error.errno else error}."
             raise fail("C007", _STAGE, message, fix="name an address of this host and a free port") from error
     except ShardproofError as error:
         typer.echo(str(error), err=True)

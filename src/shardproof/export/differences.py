@@ -84,7 +84,9 @@ def decode(described: dict[str, Any], body: np.ndarray, old: np.ndarray | None) 
     """The bytes that were encoded; may be a view of `body` or of `old`. Raises `Damaged` for a block of another make."""
     form, size, changed, large = (described.get(key) for key in ("form", "size", "changed", "large"))
     if form not in FORMS or not isinstance(size, int) or not isinstance(changed, int) or changed < 0:
-        raise Damaged(f"unknown form {form!r}")
+        raise Damaged(f"unknown form {str(form)[:20]!r}")
+    if large is not None and not (isinstance(large, int) and 0 <= large <= changed):
+        raise Damaged("it has another number of large changes than it says")
     if form == "raw":
         _require(body.nbytes == size, "its length differs from what it says")
         return body
@@ -95,7 +97,7 @@ def decode(described: dict[str, Any], body: np.ndarray, old: np.ndarray | None) 
         return old
     new = old.copy()
     units, tail = new[: size // 2 * 2].view(np.int16), size % 2
-    value_bytes = 2 * changed if large is None else changed + 2 * int(large)
+    value_bytes = 2 * changed if large is None else changed + 2 * large
     at = body.nbytes - tail - value_bytes
     _require(at >= 0, "its length differs from what it says")
     positions = _positions(form, body[:at], len(units), changed)

@@ -34,6 +34,8 @@ from shardproof.shard.sharded_model import ShardedModel
 
 _DEADLINE_S = 600.0
 _MARGIN_S = 60.0
+# What the transfer may take of the deadline: a receiver that is lost in it must not take the others' time to prove theirs.
+_TRANSFER_SHARE = 0.5
 # A session lasts until its engines have loaded the payload: much longer than the transfer itself.
 _SESSION_FACTOR = 10
 _STAGE = "sync"
@@ -105,11 +107,11 @@ class NetworkWeights:
             digests = digest_slices(self._next, self._ranges)
         written = time.perf_counter()
         receipt = self._written = self._stream.make_receipt(digests, written - started)
-        limit = Deadline(self.deadline_s)
+        limit, transfer = Deadline(self.deadline_s), Deadline(self.deadline_s * _TRANSFER_SHARE)
         seconds = {"write": written - started}
         with self._deadline():
-            opened, lost = self._begin(receipt, limit)
-            wire_bytes = self._send(opened, lost, limit)
+            opened, lost = self._begin(receipt, transfer)
+            wire_bytes = self._send(opened, lost, transfer)
             seconds["send"] = time.perf_counter() - written
             proved = self._verify(receipt, [name for name in opened if name not in lost], lost, limit)
             seconds["verify"] = time.perf_counter() - written - seconds["send"]

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from shardproof.export.image import ImageLayout
-from shardproof.export.slices import Ranges
 
 # A block is what is compared, encoded, sent and checked at once.
 BLOCK_BYTES = 4 * 2**20
@@ -22,7 +21,7 @@ class Packing:
         self.size = int(self._ends[-1]) if len(spans) else 0
 
     @classmethod
-    def of(cls, ranges: Ranges, layout: ImageLayout) -> Packing:
+    def of(cls, ranges: Mapping[str, np.ndarray], layout: ImageLayout) -> Packing:
         """The packing of ranges of elements, in the payload's order."""
         spans = [
             ranges[meta.name] * meta.dtype.itemsize + layout.places[meta.name].offset

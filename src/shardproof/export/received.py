@@ -20,12 +20,12 @@ import torch
 
 from shardproof.digest import digest
 from shardproof.dist.region import create_region, map_region
+from shardproof.export.address import SharedAddress
 from shardproof.export.channel import Refused
 from shardproof.export.differences import Damaged, decode
 from shardproof.export.image import Image, ImageLayout
 from shardproof.export.manifest import Manifest
 from shardproof.export.packing import Packing, check_spans, first_gap
-from shardproof.export.shared import SharedAddress
 from shardproof.shard.memory import host_memory
 from shardproof.weights.reader import DTYPES
 from shardproof.weights.writer import TensorMeta

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import socket
 import threading
+import time
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ _MOST_STRANGERS = 64  # connections that have not proved the secret yet; the old
 _MAX_SESSION_S = 24 * 3600.0
 _DRAIN_S = 5.0
 _BACKLOG = 256
+_RETRY_S = 0.1
 # A trainer's host that vanished is noticed after a minute.
 _KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
 
@@ -37,6 +39,7 @@ class Receiver:
         self._lock = threading.Lock()
         self._strangers: dict[socket.socket, None] = {}  # oldest first
         self._open: set[socket.socket] = set()
+        self._threads: list[threading.Thread] = []
         self._closed = False
 
     def serve(self) -> None:
@@ -44,13 +47,16 @@ class Receiver:
         while not self._closed:
             try:
                 connection, peer = self._listener.accept()
-            except OSError:
-                if self._closed:
-                    return
+            except OSError as error:
+                if not self._closed:  # too many open files, for instance: it may get better
+                    logger.warning("a connection was not accepted: %s", error)
+                    time.sleep(_RETRY_S)
                 continue
             name = f"{peer[0]}:{peer[1]}"
             self._welcome(connection)
-            threading.Thread(target=self._answer, args=(connection, name), daemon=True).start()
+            thread = threading.Thread(target=self._answer, args=(connection, name), daemon=True)
+            thread.start()
+            self._threads = [*(other for other in self._threads if other.is_alive()), thread]
 
     def close(self) -> None:
         """Stop listening, hang up, and free the memory."""
@@ -62,13 +68,16 @@ class Receiver:
             for connection in self._open:
                 with contextlib.suppress(OSError):
                     connection.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join(_DRAIN_S)
         self._inbox.close()
 
     def _welcome(self, connection: socket.socket) -> None:
         """Count a connection in; where too many have not proved the secret, the oldest of them is closed."""
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in _KEEPALIVE.items():
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        with contextlib.suppress(OSError):  # it has hung up already
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for name, value in _KEEPALIVE.items():
+                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         with self._lock:
             self._strangers[connection] = None
             self._open.add(connection)
@@ -84,8 +93,10 @@ class Receiver:
             with self._lock:
                 self._strangers.pop(connection, None)
             self._talk(channel)
-        except (Lost, Refused) as error:
+        except Refused as error:
             logger.info("connection from %s: %s", peer, error)
+        except Lost as error:
+            logger.debug("connection from %s: %s", peer, error)
         except Exception:
             if not self._closed:
                 logger.exception("connection from %s", peer)

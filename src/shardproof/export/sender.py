@@ -14,6 +14,7 @@ from shardproof.export.differences import Encoded, encode
 from shardproof.export.packing import Packing, block_starts
 
 _LAST_WORD_S = 2.0
+_STALL_S = 30.0  # a receiver that takes nothing for so long is lost
 
 
 class Blocks:
@@ -47,7 +48,7 @@ class Session:
 
     def __init__(self, address: tuple[str, int], key: bytes, seconds: float, deadline: Deadline):
         self._seconds = seconds
-        self._channel = connect(address, key, deadline)
+        self._channel = connect(address, key, _short(deadline))
         self.ticket = ""
 
     def begin(self, announced: dict[str, Any], deadline: Deadline) -> dict[str, Any]:
@@ -77,27 +78,32 @@ def send_slices(
     address: tuple[str, int], key: bytes, request: dict[str, Any], blocks: Blocks, deadline: Deadline
 ) -> int:
     """Send a rank's slices to one receiver; returns the bytes that went out."""
-    channel = connect(address, key, deadline)
+    channel = connect(address, key, _short(deadline))
     try:
         header = {"ask": "slices", "seconds": deadline.left, **request}
         try:
-            channel.send(header, (blocks.packing.spans.reshape(-1),), deadline)
+            channel.send(header, (blocks.packing.spans.reshape(-1),), _short(deadline))
             for index in range(len(blocks)):
                 if channel.has_answer():  # before its end: the receiver refuses
                     break
                 at, block = blocks.get(index)
-                channel.send({"ask": "block", "at": at, **block.to_json()}, block.parts, deadline)
+                channel.send({"ask": "block", "at": at, **block.to_json()}, block.parts, _short(deadline))
             else:
-                channel.send({"ask": "end"}, (), deadline)
+                channel.send({"ask": "end"}, (), _short(deadline))
         except Lost:
             # A receiver that refuses says why before it hangs up.
             with contextlib.suppress(Lost):
                 read_answer(channel, Deadline(min(_LAST_WORD_S, deadline.left)))
             raise
-        read_answer(channel, deadline)
+        read_answer(channel, _short(deadline))
         return channel.bytes_sent
     finally:
         channel.close()
+
+
+def _short(deadline: Deadline) -> Deadline:
+    """For one wait: a cut link is noticed long before the transfer's deadline."""
+    return Deadline(min(_STALL_S, deadline.left))
 
 
 def read_answer(channel: Channel, deadline: Deadline) -> dict[str, Any]:

@@ -32,7 +32,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from shardproof.digest import digest
 from shardproof.errors import ShardproofError
-from shardproof.export.shared import SharedAddress, read_shared
+from shardproof.export.address import SharedAddress, read_shared
 from shardproof.rollout.vllm_ledger import WriteLedger, recording
 from shardproof.rollout.vllm_plugin import register
 
