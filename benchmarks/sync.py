@@ -69,7 +69,7 @@ def usual_sync(engine: VllmEngine, folder: Path) -> dict[str, float]:
 
 def shared_sync(engine: VllmEngine, digests: bool) -> dict[str, float]:
     """Our own, without the canary's time. Collective: every rank."""
-    for buffer in engine._buffers:
+    for buffer in engine._payload.buffers:
         buffer.digests = buffer._stream.digests = digests
     started = time.perf_counter()
     engine.load_weights(sp.WeightStream(engine.policy, torch.bfloat16))

@@ -80,6 +80,26 @@ class Replicas:
         with self._state:
             return [replica.name for replica in self.all if replica.serving]
 
+    @property
+    def addresses(self) -> list[tuple[str, str]]:
+        """Name and address of each; they stay when a server is started again."""
+        return [(replica.name, replica.delivery.server.client.url) for replica in self.all]
+
+    @property
+    def version(self) -> int:
+        """The version that is committed; -1 if none is."""
+        return self.committed.version if self.committed is not None else -1
+
+    def adopt(self, payload: Delivered | None) -> None:
+        """Take what another transport has brought and committed everywhere; None while it is under way.
+
+        Nothing of it lies here: a server that loses it is out until the next sync.
+        """
+        with self._state:
+            self.committed = payload
+            for replica in self.all:
+                replica.serving = payload is not None
+
     # A sync.
 
     def deliver(

@@ -15,12 +15,12 @@ from typing import Any
 from shardproof.bounds import largest, within
 from shardproof.errors import ShardproofError, error_for, fail
 from shardproof.findings import Finding
-from shardproof.rollout.vllm_client import Deadline, Refused, Unreachable
+from shardproof.rollout.labels import label_of, label_of_workers
+from shardproof.rollout.vllm_client import GENERATE, Deadline, Refused, Unreachable
 from shardproof.rollout.vllm_plugin import BACKEND, EXTENSION
 from shardproof.rollout.vllm_server import VllmServer
 from shardproof.rollout.vllm_versions import Interface, interface_of
 
-GENERATE = "/inference/v1/generate"
 CANARY_TOKENS = 16
 # How far the log-probs of engine and trainer may be apart: kernels differ, and half precision rounds.
 TOLERANCE = {"float32": 1e-3, "float16": 0.5, "bfloat16": 0.5}
@@ -138,20 +138,7 @@ class Delivery:
 
     def label(self, payload: Delivered) -> str:
         """The weight version that vLLM puts on completions."""
-        return f"{self.run}/{payload.version}"
-
-    def version_of(self, label: str) -> int:
-        """The version of one of this run's labels; -1 for what is pending or foreign."""
-        run, _, number = label.rpartition("/")
-        return int(number) if run == self.run and number.isdigit() else -1
-
-    def version_between(self, deadline: Deadline) -> int | None:
-        """The version of completions that say none: the workers' label, which they had before as well.
-
-        None where completions say it themselves.
-        """
-        assert self.interface is not None
-        return None if self.interface.weight_versions else self.version_of(self._label_now(deadline))
+        return label_of(self.run, payload.version)
 
     # The phases, in their order.
 
@@ -283,8 +270,7 @@ class Delivery:
         assert self.interface is not None
         if self.interface.weight_versions:
             return self.server.client.get("/weight_info", deadline)["weight_version"]
-        labels = {row["label"] for row in self.server.client.rpc("shardproof_label", deadline)}
-        return labels.pop() or "" if len(labels) == 1 else ""
+        return label_of_workers(self.server.client.rpc("shardproof_label", deadline))[0]
 
     def _check_reports(self, payload: Delivered, deadline: Deadline) -> None:
         reports = self.server.client.rpc("shardproof_report", deadline)

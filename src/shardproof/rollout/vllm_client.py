@@ -7,13 +7,11 @@ import http.client
 import json
 import socket
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
 GENERATE = "/inference/v1/generate"  # completions for token ids
-_MOST_CONNECTIONS = 64
 _ERROR_CHARACTERS = 400
 
 
@@ -57,21 +55,6 @@ class VllmClient:
 
     def post(self, path: str, body: Any, deadline: Deadline) -> Any:
         return self._call("POST", path, body, deadline)
-
-    def post_all(self, path: str, bodies: Sequence[Any], deadline: Deadline) -> list[Any]:
-        """The answers to all bodies, in their order; they are sent side by side, so that vLLM batches them."""
-        num = min(len(bodies), _MOST_CONNECTIONS)
-        if not num:
-            return []
-
-        def send(first: int) -> list[Any]:
-            # One connection per thread and batch: a server closes idle ones, and a kept one would then fail a call.
-            with self._connection(deadline) as connection:
-                return [_exchange(connection, "POST", path, body, deadline) for body in bodies[first::num]]
-
-        with ThreadPoolExecutor(num) as pool:
-            parts = list(pool.map(send, range(num)))
-        return [parts[k % num][k // num] for k in range(len(bodies))]
 
     def rpc(self, method: str, deadline: Deadline, *args: str) -> list[Any]:
         """The result of a worker's method, from every worker."""

@@ -8,7 +8,7 @@ import shutil
 import tempfile
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,36 +16,41 @@ import torch
 import torch.distributed as dist
 
 from shardproof.config.vllm import VllmSettings
-from shardproof.dist.collectives import broadcast, exchange, together
+from shardproof.dist.collectives import exchange, raise_together, together
 from shardproof.dist.deadline import deadline, mesh_groups
 from shardproof.dist.region import ranks_apart
-from shardproof.errors import fail
+from shardproof.errors import ShardproofError, fail
 from shardproof.export.manifest import ExportReceipt
 from shardproof.export.pretrained import described_config
 from shardproof.export.stream import WeightStream
-from shardproof.rollout.engine import Request, Sampling
-from shardproof.rollout.queue import BatchEngine
+from shardproof.findings import Finding
+from shardproof.rollout.asking import CollectiveRequests
+from shardproof.rollout.dispatcher import Dispatcher
+from shardproof.rollout.engine import Answering, Request, Sampling
+from shardproof.rollout.replica_link import ReplicaAddress
 from shardproof.rollout.replicas import Replicas
-from shardproof.rollout.sync import CANARY_TOKENS, GENERATE, TOLERANCE, Delivered, Delivery, Proof
+from shardproof.rollout.sync import CANARY_TOKENS, TOLERANCE, Delivered, Delivery, Proof
 from shardproof.rollout.trajectory import Trajectory
-from shardproof.rollout.vllm_client import Deadline, Refused, Unreachable
-from shardproof.rollout.vllm_payload import AdapterPayload, SharedPayload
+from shardproof.rollout.vllm_client import Deadline
+from shardproof.rollout.vllm_payload import make_payload
 from shardproof.rollout.vllm_places import Gpus, check_reach, check_sleep, places, visible_gpus
 from shardproof.rollout.vllm_plugin import BACKEND
 from shardproof.rollout.vllm_senders import Sender, SyncClient, make_sender
 from shardproof.rollout.vllm_server import Served, VllmServer
-from shardproof.rollout.vllm_versions import check_sender
+from shardproof.rollout.vllm_versions import check_sender, interface_of
 from shardproof.shard.sharded_model import ShardedModel
 from shardproof.train.score import logprobs
 
 _MARGIN_S = 60.0
+_UNSERVED_S = 30.0  # how long requests wait for a server that nobody can repair
 _PRIME = 7919
 
 
-class VllmEngine(BatchEngine):
+class VllmEngine:
     """vLLM servers that sample from the policy's weights. Collective: every rank makes it."""
 
     version = -1
+    asleep = False
 
     def __init__(
         self,
@@ -55,7 +60,6 @@ class VllmEngine(BatchEngine):
         batch_size: int = 256,
         sleeps: bool = False,
     ):
-        super().__init__(batch_size)
         self.policy = policy
         self.settings = settings or VllmSettings()
         self.proof: Proof | None = None
@@ -65,22 +69,43 @@ class VllmEngine(BatchEngine):
         self._tokens = canary_tokens(policy.model.config.get_text_config().vocab_size)
         self._folder: Path | None = None
         self._sender: Sender | None = None  # for vLLM's own transports
+        self._unproved = False  # something was drawn, or is being drawn, since the weights were last proved
         self.replicas: Replicas | None = None  # on rank 0
         apart = check_one_host(self.settings, self._adapter)
-        with self._deadline(self.settings.start_timeout_s), together("rollout"):
+        with self._deadline(self.settings.start_timeout_s), together("rollout") as message:
             if dist.get_rank() == 0:
-                self.replicas = self._connect(tolerance or TOLERANCE[self._dtype], apart)
-        self._payload = AdapterPayload(policy, self._folder) if self._adapter else SharedPayload(policy)
+                self.replicas, run = self._connect(tolerance or TOLERANCE[self._dtype])
+                message.mine = [run, self.replicas.addresses, self.replicas.identify().version]
+        run, addresses, vllm = message.rows[0]
+        check_reach([url for _, url in addresses], apart)
+        self._payload = make_payload(policy, self.settings, self._adapter, self._folder)
+        self.dispatcher = Dispatcher(
+            [ReplicaAddress(name, url) for name, url in addresses],
+            run,
+            interface_of(vllm),
+            in_flight=batch_size,
+            request_timeout_s=self.settings.request_timeout_s,
+            adapter=self._adapter,
+            unserved_s=self._sync_deadline_s if self._can_repair else _UNSERVED_S,
+        )
+        self._requests = CollectiveRequests(
+            self.start, lambda: self._deadline(self._sync_deadline_s + self.settings.request_timeout_s)
+        )
 
-    def _connect(self, tolerance: float, apart: Sequence[int]) -> Replicas:
-        """Start or find the servers. Rank 0 alone."""
+    @property
+    def _can_repair(self) -> bool:
+        """Whether the committed weights are kept, for a server that comes back; vLLM's own transports keep nothing."""
+        return self._adapter or self.settings.transport not in ("nccl", "ipc")
+
+    def _connect(self, tolerance: float) -> tuple[Replicas, str]:
+        """Start or find the servers; returns them and the name of the run in their labels. Rank 0 alone."""
         if self._sleeps:
             check_sleep(self.settings, self.policy.device.type, self._adapter)
-        if self.settings.transport in ("nccl", "ipc"):
+        if not self._can_repair:
             check_sender(self.settings.transport)
         self._folder = Path(tempfile.mkdtemp(prefix="shardproof-"))
         served, run = self._served(), f"shardproof-{secrets.token_hex(4)}"
-        backend = BACKEND if self.settings.transport in ("shared", "network") else self.settings.transport
+        backend = BACKEND if self._can_repair else self.settings.transport
         config = self.policy.model.config.get_text_config().to_dict()
         config |= {"dtype": self._dtype, "backend": backend}
         servers = [
@@ -92,9 +117,7 @@ class VllmEngine(BatchEngine):
         # A run that fails before it closes its engine leaves no server behind.
         weakref.finalize(self, replicas.stop)
         replicas.start()
-        check_reach([server.client.url for server in servers], apart)
-        replicas.identify()
-        return replicas
+        return replicas, run
 
     def _served(self) -> Served:
         folder, rank = self.policy.folder, None
@@ -133,26 +156,57 @@ class VllmEngine(BatchEngine):
 
         A server that does not take them is taken out while the others serve them. Collective: every rank.
         """
-        self.check_awake("load_weights")
+        self._check_awake("load_weights")
         if stream.policy is not self.policy:
             raise fail("C001", "rollout", "the stream belongs to another policy than the engine.")
-        if self.settings.transport in ("nccl", "ipc") and not self._adapter:
+        if not self._can_repair:
             return self._send_by_vllm(stream)
         started = time.perf_counter()
-        receipt, payload = self._payload.pack()
+        packed = self._payload.pack()  # the servers go on answering
         written = time.perf_counter() - started
         (expected,) = logprobs(self.policy, [self._tokens])
         scored = time.perf_counter() - started - written
-        with self._deadline(self._sync_deadline_s), together("sync") as message:
-            if self.replicas is not None:
-                delivered = Delivered(receipt.version, expected.tolist(), **payload)
-                proof = self.replicas.deliver(delivered)
-                message.mine = [proof.gap, {"write": written, "canary/trainer": scored, **proof.seconds}]
-        gap, seconds = message.rows[0]
+        receipt = packed.receipt
+        payload = Delivered(receipt.version, expected.tolist(), **packed.delivered)
+
+        def deliver(replicas: Replicas, drawn: bool) -> list[Any]:
+            proof = replicas.deliver(payload, packed.lost, drawn)
+            return [
+                proof.gap,
+                {"write": written, "canary/trainer": scored, **proof.seconds},
+                replicas.serving,
+            ]
+
+        gap, seconds, serving = self._while_held(deliver)
         self.proof = Proof(receipt.version, gap, seconds)
         self.version = receipt.version
-        self._payload.keep()
+        self._payload.keep(serving)
         return receipt
+
+    def _while_held(self, act: Callable[[Replicas, bool], Any]) -> Any:
+        """What rank 0 does to the servers while no rank sends them anything; then all go on with those that serve.
+
+        `act` learns whether anything was drawn since the weights were last proved. An error of it is raised on every rank.
+        Collective: every rank.
+        """
+        self.dispatcher.hold()
+        drawn = any(exchange(self._unproved))  # and no rank sends anything any more
+        findings: list[Finding] = []
+        with self._deadline(self._sync_deadline_s), together("sync") as message:
+            if self.replicas is not None:
+                found = None
+                try:
+                    found = act(self.replicas, drawn)
+                except ShardproofError as error:
+                    findings = error.findings
+                message.mine = [found, bool(findings), self.replicas.version, self.replicas.serving]
+        found, failed, version, serving = message.rows[0]
+        self._unproved = self.dispatcher.num_unanswered > 0
+        if version >= 0:
+            self.dispatcher.release(version, serving)
+        if failed:
+            raise_together(findings)
+        return found
 
     def _send_by_vllm(self, stream: WeightStream) -> ExportReceipt:
         """Bring the weights by vLLM's own NCCL or IPC engine; the canary is the proof, and nothing can be brought back.
@@ -164,8 +218,11 @@ class VllmEngine(BatchEngine):
         (expected,) = logprobs(self.policy, [self._tokens])
         payload = Delivered(self.policy.version, expected.tolist())
         seconds["canary/trainer"] = time.perf_counter() - started
+        self.dispatcher.hold()
+        exchange(None)  # no rank sends anything any more
         with self._deadline(self._sync_deadline_s), together("sync"):
-            if self.delivery is not None:
+            if self.replicas is not None and self.delivery is not None:
+                self.replicas.adopt(None)
                 self.delivery.committed = None
                 self.server.ensure_up()
                 self.delivery.prepare(payload, Deadline(limit))
@@ -178,67 +235,76 @@ class VllmEngine(BatchEngine):
         self._sender.send(stream)
         seconds["transfer"] = time.perf_counter() - started - sum(seconds.values())
         with self._deadline(limit), together("sync") as message:
-            if self.delivery is not None:
+            if self.replicas is not None and self.delivery is not None:
                 self.delivery.verify_canary(payload, Deadline(limit))
                 self.delivery.commit(payload, Deadline(limit))
+                self.replicas.adopt(payload)
                 message.mine = [self.delivery.gap(payload), self.delivery.seconds["canary"]]
         assert stream.receipt is not None
         gap, seconds["canary"] = message.rows[0]
         self.proof = Proof(self.policy.version, gap, seconds | {"total": time.perf_counter() - started})
         self.version = self.policy.version
+        self._unproved = self.dispatcher.num_unanswered > 0
+        self.dispatcher.release(self.version, ["0"])
         return stream.receipt
 
-    def complete(self, requests: Sequence[Request], sampling: Sampling) -> list[Trajectory]:
-        """Answer every rank's requests, each under its own seed. Collective: every rank, possibly with no request."""
-        rows = exchange([[list(request.tokens), request.seed] for request in requests])
-        # Ranks of one sequence-parallel group ask for the same; what is asked twice is sampled once.
-        index = {(tuple(tokens), seed): None for row in rows for tokens, seed in row}
-        written: list[Any] = []
-        with self._deadline(self._sync_deadline_s + self.settings.request_timeout_s), together("generate"):
-            if self.delivery is not None:
-                written = self._sample(list(index), sampling)
-        found = dict(zip(index, broadcast(written), strict=True))
-        return [request.answered(*found[request.tokens, request.seed]) for request in requests]
+    @property
+    def busy(self) -> bool:
+        """Whether requests of any rank are unanswered. The same on every rank."""
+        return self._requests.busy
 
-    def _sample(self, asked: list[tuple[tuple[int, ...], int]], sampling: Sampling) -> list[list[Any]]:
-        """[tokens, log-probs, finished, version] for each request. Rank 0 alone."""
-        assert self.replicas is not None
-        committed, limit = self.replicas.committed, Deadline(self._sync_deadline_s)
-        assert committed is not None and self.delivery is not None
-        while not self.replicas.serving or not self.delivery.is_current(committed, limit.left):
-            time.sleep(0.1)
-            if limit.over:
-                raise fail("R505", "generate", "no replica serves the current weights.")
-        bodies = [_body(tokens, seed, sampling) for tokens, seed in asked]
-        if committed.adapter is not None:
-            bodies = [body | {"model": self.delivery.label(committed)} for body in bodies]
-        limit = Deadline(self.settings.request_timeout_s)
-        try:
-            replies = self.server.client.post_all(GENERATE, bodies, limit)
-            self.replicas.check_alone(self.replicas.moved())
-            version = self.delivery.version_between(limit)
-        except Unreachable as error:
-            raise fail(
-                "R505", "generate", f"the server stopped or did not answer in time: {error}."
-            ) from error
-        except Refused as error:
-            raise fail("R506", "generate", f"the server refused a request: {error}.") from error
-        return [self._read(reply, sampling, version) for reply in replies]
+    def submit(self, requests: Sequence[Request], sampling: Sampling) -> list[int]:
+        """Take this rank's requests; returns a ticket for each. Collective: every rank, possibly with no request."""
+        self._check_can_draw()
+        return self._requests.submit(requests, sampling)
 
-    def _read(self, reply: dict[str, Any], sampling: Sampling, version: int | None) -> list[Any]:
-        assert self.delivery is not None
-        (choice,) = reply["choices"]
-        tokens = choice["token_ids"]
-        values = [entry["logprob"] for entry in choice["logprobs"]["content"]]
-        if choice["finish_reason"] not in ("stop", "length") or len(values) != len(tokens) or not tokens:
-            message = (
-                f"the server ended a request with {choice['finish_reason']!r} after {len(tokens)} tokens."
-            )
-            raise fail("R505", "generate", message)
-        if version is None:
-            # The oldest weights that any of its tokens came from.
-            version = min(self.delivery.version_of(span["version"]) for span in choice["weight_versions"])
-        return [tokens, values, tokens[-1] in sampling.stop_ids, version]
+    def poll(self) -> list[tuple[int, Trajectory]]:
+        """Wait for answers; returns (ticket, trajectory) for those that are ready on this rank, possibly none.
+
+        With the last ones, the servers prove that their weights are still those that they were given. A request that
+        cannot be answered raises on every rank, and no request is left then. Collective: every rank.
+        """
+        if not self.busy:
+            return []
+        found = self._requests.poll()
+        if not self.busy:
+            self.check_drawn()
+        return found
+
+    def start(self, request: Request, sampling: Sampling) -> Answering:
+        """Take a request of this rank; returns at once. From any thread. Not collective."""
+        self._check_can_draw()
+        self._unproved = True
+        return self.dispatcher.start(request, sampling)
+
+    def _check_can_draw(self) -> None:
+        self._check_awake("generate")
+        if self.version < 0:
+            raise fail("R501", "generate", "the engine has no weights yet.")
+
+    def _check_awake(self, stage: str) -> None:
+        if self.asleep:
+            fix = "call wake, then load_weights"
+            raise fail("R501", stage, "the engine is asleep: its weights and memory were freed.", fix=fix)
+
+    def check_drawn(self) -> None:
+        """Raise on every rank if a server's weights are not those that were proved when it got them.
+
+        Collective: every rank.
+        """
+        busy = self.dispatcher.num_unanswered > 0
+        with self._deadline(self.settings.sync_timeout_s), together("generate") as message:
+            if self.replicas is not None:
+                message.mine = self.replicas.moved()
+        moved = message.rows[0]
+        if moved:
+            # Other requests in the batch may have moved it a little: ask again without them.
+            self._while_held(lambda replicas, drawn: replicas.check_alone(moved))
+        self._unproved = busy
+
+    def activity(self) -> dict[str, float]:
+        """How busy this rank kept the servers since the last call: metrics by name."""
+        return self.dispatcher.activity()
 
     @property
     def _sync_deadline_s(self) -> float:
@@ -250,7 +316,10 @@ class VllmEngine(BatchEngine):
 
     def sleep(self) -> None:
         """Have the servers give up weights and KV cache. Collective: every rank."""
-        self.check_idle("sleep")
+        if self.busy or self.dispatcher.num_unanswered:
+            fix = "poll it until it is not busy"
+            raise fail("R501", "sleep", "the engine still has requests to answer.", fix=fix)
+        self.dispatcher.hold()
         if not self._sleeps:
             fix = "make it with sleeps=True; in a recipe, set rollout.sleep=true"
             raise fail("C001", "sleep", "the server was not started with vLLM's sleep mode.", fix=fix)
@@ -269,6 +338,7 @@ class VllmEngine(BatchEngine):
 
     def close(self) -> None:
         """Stop the servers that the run started, and give the memory back."""
+        self.dispatcher.close()
         if self.replicas is not None:
             self.replicas.stop()
         self._payload.close()
@@ -303,18 +373,3 @@ def find_gpus(device: str) -> Gpus:
 def canary_tokens(vocab_size: int) -> list[int]:
     """Tokens from all over the vocabulary, the same in every run."""
     return [(17 + k * _PRIME) % vocab_size for k in range(CANARY_TOKENS)]
-
-
-def _body(tokens: Sequence[int], seed: int, sampling: Sampling) -> dict[str, Any]:
-    params = {
-        "max_tokens": sampling.max_new_tokens,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "seed": seed,
-        "logprobs": 0,
-        # The run says where completions end, and has read the checkpoint's generation config for that itself.
-        "ignore_eos": True,
-        "stop_token_ids": list(sampling.stop_ids),
-        "detokenize": False,
-    }
-    return {"token_ids": list(tokens), "sampling_params": params}

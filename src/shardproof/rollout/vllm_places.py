@@ -118,6 +118,14 @@ def _check_several(settings: VllmSettings) -> None:
     elif settings.transport in ("nccl", "ipc") and settings.num_servers > 1:
         problem = f"rollout.vllm.transport={settings.transport!r} sends to one server, this run has {settings.num_servers}"
         fix = "use rollout.vllm.transport=shared"
+    elif settings.transport == "network" and len(settings.receivers) != len(urls):
+        problem = f"rollout.vllm.transport='network' needs a receiver for each url: there are {len(settings.receivers)} receivers for {len(urls)} urls"
+        fix = "run `shardproof receive` on each server's host, and name it in rollout.vllm.receivers in the order of the urls"
+    elif settings.transport == "network" and not (urls and settings.secret_file):
+        problem = (
+            "rollout.vllm.transport='network' is for servers that are already running, and needs a secret"
+        )
+        fix = "set rollout.vllm.url, rollout.vllm.receivers and rollout.vllm.secret_file"
     if problem is not None:
         raise fail("C001", "rollout", f"{problem}.", fix=fix)
 

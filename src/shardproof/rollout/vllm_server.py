@@ -200,7 +200,7 @@ class VllmServer:
 
 def arguments(settings: VllmSettings, served: Served, interface: Interface) -> list[str]:
     """The arguments of `vllm serve` for a server whose weights come from a trainer. docs/vllm.md explains them."""
-    backend = BACKEND if settings.transport == "shared" else settings.transport
+    backend = settings.transport if settings.transport in ("nccl", "ipc") else BACKEND
     found = [
         *("--model", str(served.folder), "--dtype", served.dtype),
         # Until the first sync there is nothing in it that looks like the model. An adapter needs its base.

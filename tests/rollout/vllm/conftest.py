@@ -19,6 +19,7 @@ from tests.models import make_checkpoint
 SHAPE = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "head_dim": 32}
 MODELS = {
     "tied": ("qwen3_tied", {}),
+    "long": ("qwen3_tied", {"max_position_embeddings": 8192}),  # for answers that something interrupts
     "wide": ("qwen3", {"hidden_size": 96}),
     "moe": ("qwen3_moe", {"moe_intermediate_size": 32}),
 }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -9,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -16,10 +19,7 @@ import pytest
 from transformers import AutoConfig
 
 import shardproof as sp
-from shardproof.errors import ConfigError
 from shardproof.rollout.vllm_client import Deadline
-from shardproof.rollout.vllm_places import check_settings
-from shardproof.rollout.vllm_server import VllmSettings
 from tests.ranks import run_ranks
 from tests.rollout.vllm.support import change, connect, failure, load_policy, sample, sync, worst
 
@@ -208,51 +208,43 @@ def test_an_adapter_is_really_served(models):
     assert first["after"]
 
 
-ORPHAN = """
-import sys
-from pathlib import Path
-from shardproof.rollout.vllm_server import Served, VllmServer, VllmSettings
+TRAINER = """
+import json, os, sys
+from shardproof.rollout.engine import Sampling
+from tests.rollout.vllm.support import ask, connect, load_policy, sync
 
-server = VllmServer(VllmSettings(max_model_len=128), Served(Path(sys.argv[1]), "float32", "cpu"))
-server.ensure_up()
-print(server.process.pid, flush=True)
+engine = connect(load_policy(sys.argv[1]), max_model_len=8192)
+sync(engine)
+drawing = [engine.start(request, Sampling(8000)) for request in ask(4)]
+print(json.dumps([engine.server.process.pid, engine.delivery.committed.update["address"]["token"]]), flush=True)
 sys.stdin.read()
 """
 
 
+def holders(token: str) -> list[str]:
+    """The processes that have memory of this name open."""
+    found = []
+    for link in Path("/proc").glob("[0-9]*/fd/*"):
+        with contextlib.suppress(OSError):
+            if token in os.readlink(link):
+                found.append(link.parts[2])
+    return found
+
+
 @pytest.mark.slow
-def test_a_server_does_not_outlive_its_trainer(models):
-    trainer = subprocess.Popen(
-        [sys.executable, "-c", ORPHAN, models["tied"]], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    )
+def test_a_trainer_that_is_killed_while_it_draws_leaves_no_server_and_no_memory(models):
+    command = [sys.executable, "-c", TRAINER, models["long"]]
+    trainer = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert trainer.stdout is not None
-    server = psutil.Process(int(trainer.stdout.readline()))
+    pid, token = json.loads(trainer.stdout.readline())
+    server = psutil.Process(pid)
     everything = [server, *server.children(recursive=True)]
     assert len(everything) >= 3  # the one that watches, the server, its engine
+    assert str(trainer.pid) in holders(token)
     trainer.kill()
     trainer.wait()
     assert not psutil.wait_procs(everything, timeout=60)[1]
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"url": "http://127.0.0.1:8000"}, "rollout.vllm.url is for mode='server'"),
-        ({"mode": "server", "url": "127.0.0.1:8000"}, "must begin with http:// or unix:"),
-        ({"mode": "server", "host": "0.0.0.0"}, "can be reached from other machines"),
-        ({"mode": "server", "url": "http://example.com:80"}, "can be reached from other machines"),
-    ],
-)
-def test_a_setting_that_cannot_work_is_refused(settings, message):
-    with pytest.raises(ConfigError, match=message):
-        check_settings(VllmSettings(**settings))
-
-
-def test_an_address_for_other_machines_is_allowed_and_warned_of():
-    with pytest.warns(UserWarning, match="anyone who can connect can replace its weights"):
-        check_settings(VllmSettings(mode="server", host="0.0.0.0", allow_remote=True))
-    check_settings(VllmSettings(mode="server", host="::1"))
-    check_settings(VllmSettings(mode="server", url="unix:/run/vllm.sock"))
+    assert holders(token) == []
 
 
 def source(folder: str) -> tuple[list[str], list[str], int, str]:

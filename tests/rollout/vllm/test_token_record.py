@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
-import json
 from typing import Any
 
 import pytest
@@ -13,6 +11,8 @@ import shardproof as sp
 from shardproof.rl.batches import make_batch
 from shardproof.rollout.engine import Request, Sampling, generate
 from shardproof.rollout.trajectory import Segment, Trajectory
+from shardproof.rollout.vllm_client import GENERATE
+from shardproof.rollout.vllm_http import AsyncClient
 from tests.ranks import run_ranks
 from tests.rollout.vllm.support import PROMPTS, connect, load_policy, sync
 
@@ -24,28 +24,15 @@ REPLY = (11, 12, 13)
 
 def tap(patch: pytest.MonkeyPatch, seen: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
     """Write down what goes over the wire: (request, reply) of each completion."""
-    connection, response = http.client.HTTPConnection, http.client.HTTPResponse
-    request, getresponse, read = connection.request, connection.getresponse, response.read
+    post = AsyncClient.post
 
-    def sent(self: Any, method: str, path: str, *rest: Any) -> None:
-        self.sent = rest[0] if path.endswith("/generate") else None
-        request(self, method, path, *rest)
+    async def noted(self: AsyncClient, path: str, body: Any) -> Any:
+        reply = await post(self, path, body)
+        if path == GENERATE:
+            seen.append((body, reply))
+        return reply
 
-    def received(self: Any) -> Any:
-        found = getresponse(self)
-        found.sent = self.sent
-        return found
-
-    def whole(self: Any, *size: int) -> bytes:
-        raw = read(self, *size)
-        body = json.loads(getattr(self, "sent", None) or "{}")
-        if "seed" in body.get("sampling_params", {}):  # the sync's canary has none
-            seen.append((body, json.loads(raw)))
-        return raw
-
-    patch.setattr(connection, "request", sent)
-    patch.setattr(connection, "getresponse", received)
-    patch.setattr(response, "read", whole)
+    patch.setattr(AsyncClient, "post", noted)
 
 
 def converse(folder: str, url: str) -> dict[str, Any]:

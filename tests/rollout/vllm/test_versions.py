@@ -15,8 +15,9 @@ import pytest
 
 from shardproof.errors import ShardproofError
 from shardproof.rollout import vllm_server, vllm_versions
-from shardproof.rollout.engine import Sampling
-from shardproof.rollout.vllm_engine import _body
+from shardproof.rollout.draft import Draft
+from shardproof.rollout.engine import Request, Sampling
+from shardproof.rollout.trajectory import Trajectory
 from shardproof.rollout.vllm_server import Served, VllmServer, VllmSettings, arguments, environment
 from shardproof.rollout.vllm_versions import check_sender, installed_version, interface_of
 from tests.sockets import listening, session_of
@@ -103,7 +104,8 @@ def test_a_package_without_entry_points_is_found_through_the_workers_extension()
 
 
 def test_all_stop_ids_are_sent_and_no_others_apply():
-    params = _body((1, 2), 5, Sampling(4, stop_ids=(7, 9, 106)))["sampling_params"]
+    draft = Draft(Request(Trajectory.of_prompt((1, 2)), 5), Sampling(4, stop_ids=(7, 9, 106)))
+    params = draft.body(0, None)["sampling_params"]
     assert params["stop_token_ids"] == [7, 9, 106]
     assert params["ignore_eos"] is True
 
