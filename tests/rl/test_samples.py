@@ -60,6 +60,34 @@ def test_a_long_answer_is_cut_and_any_answer_is_text():
     assert len(first["answer"]) == 1000 and second["answer"] == "[1, 2]"
 
 
+def test_where_a_completion_came_from_is_said_where_engines_run_ahead():
+    plain = made(0, 0, 1.0)
+    (line,) = sample_lines(Experience([plain], Batch([[1, 2, 3, 4]])), spell)
+    assert not {"versions", "replica", "drawn_for", "pieces"} & set(line)
+    parts = ((1, 4), (2, 5))
+    drawn = Segment((3, 4, 5), "policy", (-0.1, -0.2, -0.3), 4, trained=True, parts=parts)
+    moved = replace(made(0, 0, 1.0, replica="vllm-1", drawn_for=7), segments=(plain.segments[0], drawn))
+    (line,) = sample_lines(Experience([moved], Batch([[1, 2, 3, 4, 5]])), spell)
+    assert (line["versions"], line["replica"], line["drawn_for"]) == ([[1, 4], [2, 5]], "vllm-1", 7)
+    assert [piece["text"] for piece in line["pieces"]] == ["<3>", " <4> <5>"]
+    assert [piece["version"] for piece in line["pieces"]] == [4, 5]
+    whole = replace(made(0, 0, 1.0, drawn_for=3), segments=plain.segments)
+    (line,) = sample_lines(Experience([whole], Batch([[1, 2, 3, 4]])), spell)
+    assert line["versions"] == [[2, 0]] and "pieces" not in line
+
+
+def test_a_letter_of_several_bytes_belongs_to_the_part_that_ends_it():
+    def decode(tokens: Sequence[int]) -> str:
+        return bytes(tokens).decode("utf-8", "replace")
+
+    tokens = tuple("aé!".encode())
+    parts = ((2, 1), (1, 2), (1, 3))
+    drawn = Segment(tokens, "policy", (0.0,) * 4, 1, trained=True, parts=parts)
+    given = replace(made(0, 0, 1.0), segments=(Segment((1, 2), "prompt"), drawn))
+    (line,) = sample_lines(Experience([given], Batch([[1, 2, *tokens]])), decode)
+    assert [piece["text"] for piece in line["pieces"]] == ["a", "é", "!"]
+
+
 def conversation(ended: str = "done") -> Trajectory:
     """Two turns: a call that is answered, and one that is malformed."""
     segments = (

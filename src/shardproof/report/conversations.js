@@ -22,14 +22,36 @@ function callBox(call) {
     make("div", {}, make("b", {}, "call "), make("code", {}, make("b", {}, marked(call.name, "policy")), " ", marked(call.arguments, "policy"))),
     call.answer !== undefined && call.answer !== null ? make("div", { class: "text" }, make("b", {}, call.failed ? "failed " : "answer "), marked(call.answer, "environment")) : null);
 }
+// "4, 5": the versions of the weights that drew something, in order.
+const versionList = parts => [...new Set(parts.filter(Number.isFinite))].join(", ");
+const versionWords = parts => { const list = versionList(parts); return list ? `weights version${list.includes(",") ? "s" : ""} ${list}` : null; };
+// A turn's text. Where the weights changed while it was drawn, each part has its version, as a label and on hover.
+function drawnText(text, pieces) {
+  if (!pieces) return marked(text, "policy");
+  let from = 1;
+  return pieces.map((piece, index) => {
+    const to = from + (piece.tokens || 1) - 1, title = `tokens ${from} to ${to}: weights version ${piece.version}`;
+    from = to + 1;
+    return make("span", { class: `piece s${[0, 3, 2, 5, 6, 4][index % 6]}`, title }, make("small", { class: "version" }, `v${piece.version}`), marked(piece.text, "policy"));
+  });
+}
+// Where a sample came from, in runs that say so: the weights, how old they were, the engine, and the step that it was drawn for.
+function origin(sample, step) {
+  const drawn = (sample.versions || []).map(part => part[1]).filter(Number.isFinite);
+  if (!drawn.length && !sample.replica) return [];
+  const ages = Number.isFinite(step.version) ? drawn.map(version => step.version - version) : [], [low, high] = extent([ages]) || [0, 0];
+  const age = !ages.length ? null : high === 0 ? "up to date" : `${low === high ? high : `${low} to ${high}`} update${high === 1 ? "" : "s"} old`;
+  return [versionWords(drawn), age, sample.replica || null, sample.drawn_for && sample.drawn_for !== step.step ? `drawn for step ${sample.drawn_for}` : null].filter(Boolean);
+}
+const originBox = (sample, step) => { const words = origin(sample, step); return words.length ? make("small", { class: "origin", title: "which weights and which engine drew it" }, words.join(" · ")) : null; };
 function turnBox(segment) {
-  const facts = [plural(segment.tokens || 0, "token"), Number.isFinite(segment.version) ? `weights version ${segment.version}` : null,
+  const facts = [plural(segment.tokens || 0, "token"), segment.pieces ? versionWords(segment.pieces.map(piece => piece.version)) : versionWords([segment.version]),
     Number.isFinite(segment.advantage) ? `advantage ${signed(segment.advantage)}` : null].filter(Boolean);
   return make("div", { class: segment.trained ? "part policy trained" : "part policy" },
     make("div", { class: "by" }, make("b", {}, segment.turn ? `policy, turn ${segment.turn}` : "policy"), make("small", {}, facts.join(" · ")),
       segment.trained ? null : make("span", { class: "badge" }, "not trained"),
       segment.reward ? make("span", { class: `reward ${segment.reward > 0 ? "good" : "bad"}`, title: "the environment's reward for this turn" }, `reward ${signed(segment.reward)}`) : null),
-    make("div", { class: "text" }, marked(segment.text, "policy")),
+    make("div", { class: "text" }, drawnText(segment.text, segment.pieces)),
     (segment.calls || []).map(callBox),
     (segment.malformed || []).map(why => make("div", { class: "call bad" }, make("b", {}, "malformed call "), why)));
 }
@@ -61,13 +83,13 @@ function boxes(segments, above) {
   flush();
   return found;
 }
-function conversation(sample, prompt, bounds, key, openAtFirst) {
+function conversation(sample, prompt, bounds, key, openAtFirst, step) {
   const turns = sample.segments.filter(segment => segment.author === "policy"), failed = numFailed(sample);
   const calls = turns.reduce((sum, turn) => sum + (turn.calls || []).length, 0);
   const facts = [plural(turns.length, "turn"), calls ? plural(calls, "call") : null, sample.advantage !== null ? `advantage ${signed(sample.advantage)}` : null,
     ...(sample.parts.length > 1 || (sample.parts.length && sample.parts[0][1] !== sample.reward) ? sample.parts.map(([name, value]) => `${name} ${format(value)}`) : [])].filter(Boolean);
   const summary = [rewardPill(sample.reward, bounds), make("span", { class: sample.ended === "done" || !sample.ended ? "badge" : sample.ended === "failed" ? "badge bad" : "badge warn", title: ENDINGS[sample.ended] }, sample.ended || "no ending"),
-    failed ? make("span", { class: "badge bad" }, plural(failed, "failed call")) : null, make("small", {}, facts.join(" · "))];
+    failed ? make("span", { class: "badge bad" }, plural(failed, "failed call")) : null, make("small", {}, facts.join(" · ")), originBox(sample, step)];
   return make("li", { class: "conversation" }, details(key, {}, summary, () => [
     sample.error ? make("div", { class: "text bad" }, sample.error) : null, boxes(sample.segments, prompt),
     make("p", { class: "cut" }, `${sample.left_out ? `${sample.left_out} more segments are only in samples.jsonl. ` : ""}End: ${ENDINGS[sample.ended] || sample.ended || "not recorded"}.`),
@@ -95,7 +117,7 @@ function matches(group, sample) {
 function filteredSteps(steps) {
   const numbered = group => group.samples.map((sample, place) => ({ ...sample, place }));
   const kept = step => step.groups.map(group => ({ ...group, whole: group.samples.length, samples: numbered(group).filter(sample => matches(group, sample)) })).filter(group => group.samples.length);
-  return steps.map(step => ({ step: step.step, groups: kept(step) })).filter(step => step.groups.length);
+  return steps.map(step => ({ ...step, groups: kept(step) })).filter(step => step.groups.length);
 }
 function sampleFilters(samples, changed) {
   const every = samples.steps.flatMap(step => step.groups.flatMap(group => group.samples)), talks = every.filter(sample => sample.segments);

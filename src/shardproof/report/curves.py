@@ -28,14 +28,27 @@ GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "skipped",
         ),
     ),
-    ("Engine match", ("canary", "mismatch", "ratio", "nucleus", "version", "lag", "ledger")),
+    ("Engine match", ("canary", "mismatch", "correction", "ratio", "nucleus", "version", "ledger")),
+    ("Running ahead", ("lag", "ahead", "replica", "time/trainer_idle", "time/engine_idle")),
     ("Time", ("tokens_per_s", "time")),
     ("Memory", ("memory",)),
 )
 OTHER = "Other"
 # These share the axes of the quantity's mean. Extremes do not: one outlier would flatten the other curves.
 STATISTICS = ("mean", "median", "std", "group_std")
-FIRST_METRICS = ("reward/mean", "eval/reward", "kl/mean", "loss/policy", "grad_norm", "tokens_per_s")
+# So do these, which mean something beside each other.
+BESIDE = {"lag/max": "lag/mean", "time/engine_idle": "time/trainer_idle"}
+REPLICA = "replica"  # all metrics of this kind share one chart: the shares of the replicas
+FIRST_METRICS = (
+    "reward/mean",
+    "eval/reward",
+    "kl/mean",
+    "loss/policy",
+    "grad_norm",
+    "tokens_per_s",
+    "lag/mean",
+    "time/trainer_idle",
+)
 ALWAYS_SHOWN = ("reward/mean", "eval/reward")  # a flat line of these is news
 ERROR_SUFFIX = "_se"  # `NAME_se` is the standard error of `NAME`, drawn as a band around it
 MAX_POINTS = 2000
@@ -75,10 +88,8 @@ def charts_of(runs: Sequence[Run]) -> dict[str, Any]:
     aliases = _duplicates([name for name in sorted(shown, key=_order) if name not in constant], curves)
     charts: dict[str, dict[str, Any]] = {}
     for name, others in aliases.items():
-        quantity, _, statistic = name.rpartition("/")
         # With several runs a chart has a curve per run, and one statistic.
-        shared = len(runs) == 1 and statistic in STATISTICS and f"{quantity}/mean" in aliases
-        title = f"{quantity}/mean" if shared else name
+        title = _shared_title(name, aliases) if len(runs) == 1 else name
         chart = charts.setdefault(title, {"title": title, "group": group_of(title), "same": [], "series": []})
         chart["same"] += others
         for number, each in enumerate(curves):
@@ -97,6 +108,15 @@ def charts_of(runs: Sequence[Run]) -> dict[str, Any]:
     }
 
 
+def _shared_title(name: str, shown: Iterable[str]) -> str:
+    """The title of the chart that a metric of a single run stands in."""
+    quantity, _, statistic = name.rpartition("/")
+    if quantity == REPLICA:
+        return REPLICA
+    title = f"{quantity}/mean" if statistic in STATISTICS else BESIDE.get(name, name)
+    return title if title in shown else name
+
+
 def group_of(name: str) -> str:
     """The title of the group that a metric's chart stands in."""
     first = name.split("/")[0]
@@ -108,8 +128,11 @@ def group_of(name: str) -> str:
     return "Memory" if first.endswith(("_bytes", "_gib", "_mib")) else OTHER
 
 
-def _order(name: str) -> tuple[int, str]:
-    return (FIRST_METRICS.index(name) if name in FIRST_METRICS else len(FIRST_METRICS), name)
+def _order(name: str) -> tuple[int, str, bool, str]:
+    """Where a metric stands in its group; one that stands beside another follows it."""
+    title = BESIDE.get(name, name)
+    place = FIRST_METRICS.index(title) if title in FIRST_METRICS else len(FIRST_METRICS)
+    return (place, title, name in BESIDE, name)
 
 
 def _constant(name: str, curves: Sequence[dict[str, Curve]]) -> tuple[float | None] | None:

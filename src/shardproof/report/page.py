@@ -96,9 +96,19 @@ def _run_data(run: Run, alone: bool) -> dict[str, Any]:
             del group["entries"]  # a comparison counts proofs, and does not list them
         return data
     return data | {
-        "samples": samples_of(run.samples),
+        "samples": samples_of(run.samples, _policy_versions(run)),
         "facts": facts_of(run),
         "events": other_events(run.events),
+    }
+
+
+def _policy_versions(run: Run) -> dict[int, float]:
+    """The version of the policy at the beginning of each step: that at its end, less the updates that it took."""
+    known = zip(run.steps, ((metrics.get("version"), metrics.get("updates")) for metrics in run.metrics))
+    return {
+        step: version - updates
+        for step, (version, updates) in known
+        if version is not None and updates is not None
     }
 
 

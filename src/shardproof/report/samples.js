@@ -3,12 +3,13 @@ function rewardPill(value, [low, high]) {
   const tone = share >= 0.99 && high > low ? "good" : share <= 0.01 && high > low ? "bad" : "middle";
   return make("span", { class: `reward ${tone}` }, value === null ? "failed" : format(value));
 }
-function completion(sample, bounds) {
+function completion(sample, bounds, step) {
   return make("li", { class: "completion" },
     make("div", { class: "scores" }, rewardPill(sample.reward, bounds),
       sample.advantage !== null ? make("small", { title: "how much better than its group this completion counts" }, `advantage ${sample.advantage > 0 ? "+" : ""}${format(sample.advantage)}`) : null,
       sample.parts.length > 1 || (sample.parts.length && sample.parts[0][1] !== sample.reward) ? sample.parts.map(([name, value]) => make("small", {}, `${name} ${format(value)}`)) : null),
-    make("div", { class: "text" }, sample.completion ? marked(sample.completion, "policy") : make("span", { class: "dim" }, "(empty)")));
+    make("div", { class: "text" }, sample.completion || sample.pieces ? drawnText(sample.completion, sample.pieces) : make("span", { class: "dim" }, "(empty)")),
+    originBox(sample, step));
 }
 function groupCard(group, bounds, step) {
   const num = group.samples.length, size = Math.max(group.whole || num, group.rewards.length);
@@ -20,7 +21,7 @@ function groupCard(group, bounds, step) {
     group.answer !== null ? [make("h4", {}, "Expected answer"), make("div", { class: "text answer" }, group.answer)] : null,
     make("h4", {}, num < size ? `${num} of ${plural(size, word)}` : plural(num, word)),
     group.rewards.length > 1 ? make("p", { class: "group-rewards" }, make("small", {}, `rewards of the group (mean ${format(mean)}): `), group.rewards.map(value => rewardPill(value, bounds))) : null,
-    make("ol", {}, group.samples.map((sample, at) => sample.segments ? conversation(sample, group.prompt, bounds, `talk/${step.step}/${group.prompt}/${sample.place}`, at === 0) : completion(sample, bounds))));
+    make("ol", {}, group.samples.map((sample, at) => sample.segments ? conversation(sample, group.prompt, bounds, `talk/${step.step}/${group.prompt}/${sample.place}`, at === 0, step) : completion(sample, bounds, step))));
 }
 const stepCards = (step, bounds) => step.groups.map(group => groupCard(group, bounds, step));
 

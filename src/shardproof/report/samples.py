@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shardproof.report.ledger import cut
@@ -14,10 +14,14 @@ MAX_TEXT = 4000  # of one prompt or completion
 MAX_PART = 2000  # of one segment, call or answer of a conversation
 MAX_SEGMENTS = 150  # of one conversation
 MAX_CALLS = 16  # of one turn
+MAX_PIECES = 32  # of one turn, by versions of the weights
 
 
-def samples_of(samples: Sequence[Record]) -> dict[str, Any]:
-    """The samples of the first and last step and of steps spread evenly between them."""
+def samples_of(samples: Sequence[Record], versions: Mapping[int, float] | None = None) -> dict[str, Any]:
+    """The samples of the first and last step and of steps spread evenly between them.
+
+    `versions` are those of the policy at the beginning of a step, where they are known.
+    """
     by_step: dict[int, list[Record]] = {}
     for sample in samples:
         step = step_of(sample)
@@ -32,7 +36,10 @@ def samples_of(samples: Sequence[Record]) -> dict[str, Any]:
     return {
         "num": len(samples),
         "num_steps": len(steps),
-        "steps": [{"step": step, "groups": _groups(by_step[step])} for step in shown],
+        "steps": [
+            {"step": step, "version": (versions or {}).get(step), "groups": _groups(by_step[step])}
+            for step in shown
+        ],
     }
 
 
@@ -76,6 +83,7 @@ def _sample(row: Record) -> dict[str, Any]:
         "reward": finite(row.get("reward")),
         "parts": [[cut(name, 100), finite(value)] for name, value in list(named)[:20]],
         "advantage": finite(row.get("advantage")),
+        **_origin(row),
     }
     segments = _dicts(row.get("segments"))
     if segments:
@@ -89,6 +97,34 @@ def _sample(row: Record) -> dict[str, Any]:
     return sample
 
 
+def _origin(row: Record) -> dict[str, Any]:
+    """Which weights and which replica drew a sample, and for which step, where that is known."""
+    versions = row.get("versions")
+    found = {
+        "versions": [
+            [finite(part[0]), finite(part[1])]
+            for part in (versions[:MAX_PIECES] if isinstance(versions, list) else ())
+            if isinstance(part, list) and len(part) == 2
+        ],
+        "replica": cut(row["replica"], 100) if row.get("replica") else None,
+        "drawn_for": finite(row.get("drawn_for")),
+        "pieces": _pieces(row),
+    }
+    return {key: value for key, value in found.items() if value not in (None, [])}
+
+
+def _pieces(row: Record) -> list[dict[str, Any]]:
+    """The parts of a turn that different weights drew."""
+    return [
+        {
+            "version": finite(piece.get("version")),
+            "tokens": finite(piece.get("tokens")),
+            "text": cut(piece.get("text", ""), MAX_PART),
+        }
+        for piece in _dicts(row.get("pieces"), MAX_PIECES)
+    ]
+
+
 def _segment(row: Record) -> dict[str, Any]:
     """A segment with what is known of it; what is missing is left out."""
     malformed = row.get("malformed")
@@ -100,6 +136,7 @@ def _segment(row: Record) -> dict[str, Any]:
             key: finite(row.get(key))
             for key in ("tokens", "turn", "sequence", "version", "reward", "advantage")
         },
+        "pieces": _pieces(row),
         "calls": [
             {
                 "name": cut(call.get("name", ""), 200),

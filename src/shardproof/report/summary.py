@@ -66,23 +66,61 @@ def numbers_of(run: Run) -> list[dict[str, str]]:
         numbers.append(
             {"label": "Time per step", "value": duration(statistics.median(seconds)), "more": more}
         )
+    numbers += _ahead_numbers(run)
     return [number for number in numbers if number is not None]
+
+
+def _ahead_numbers(run: Run) -> list[dict[str, str]]:
+    """What runs say whose engines run ahead: how old the tokens were, who waited, and what the correction left."""
+    lags = [value for _, value in _points(run, "lag/mean")]
+    if not lags:
+        return []
+    largest = max((value for _, value in _points(run, "lag/max")), default=max(lags))
+    more = f"weight updates, mean over steps; largest {largest:.0f}"
+    numbers = [{"label": "Lag of the tokens", "value": f"{statistics.fmean(lags):.2g}", "more": more}]
+    seconds = sum(value for _, value in _points(run, "time/step"))
+    idle = {
+        name: sum(value for _, value in points)
+        for name in ("trainer", "engine")
+        if (points := _points(run, f"time/{name}_idle"))
+    }
+    if idle and seconds:
+        shares = [f"{name}{'s' * (name == 'engine')} {share / seconds:.0%}" for name, share in idle.items()]
+        numbers.append({"label": "Idle", "value": ", ".join(shares), "more": "of the time of all steps"})
+    sizes = [value for _, value in _points(run, "correction/ess")]
+    if sizes:
+        lost = [(name, _points(run, f"correction/{name}")) for name in ("clipped", "masked")]
+        shares = [f"{statistics.fmean(v for _, v in points):.2%} {name}" for name, points in lost if points]
+        more = ", ".join(["median over steps", *shares])
+        value = f"{statistics.median(sizes):.0%}"
+        numbers.append({"label": "Effective sample size", "value": value, "more": more})
+    return numbers
 
 
 def time_split(run: Run) -> list[dict[str, Any]]:
     """Where the seconds of a run went: the parts of a step in their order, then what stands between steps."""
     total = {
         name: sum(value for _, value in _points(run, f"time/{name}"))
-        for name in ("step", "rollout", "environment", "reward", "update", "sync", "evaluation")
+        for name in (
+            "step",
+            "rollout",
+            "environment",
+            "reward",
+            "trainer_idle",
+            "update",
+            "sync",
+            "evaluation",
+        )
     }
     if not total["step"]:
         return []
-    # Waiting for environments and rewards is part of a rollout's time.
-    inside = max(0.0, total["rollout"] - total["environment"] - total["reward"])
+    # Waiting for environments, rewards and trajectories is part of a rollout's time.
+    inside = max(0.0, total["rollout"] - total["environment"] - total["reward"] - total["trainer_idle"])
     parts = [
         ("Rollout", inside),
         ("Waiting for the environment", total["environment"]),
         ("Waiting for rewards", total["reward"]),
+        ("Waiting for trajectories", total["trainer_idle"]),
         ("Update", total["update"]),
         ("Weight sync", total["sync"]),
     ]

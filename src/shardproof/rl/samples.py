@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import groupby, islice
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from shardproof.report.read import SAMPLES_NAME
 from shardproof.rl.experience import Experience, in_groups
 from shardproof.rl.folder import RunFolder
 from shardproof.rl.templates import panics_as_errors
+from shardproof.rl.versions import token_counts
 from shardproof.rollout.trajectory import Segment, Trajectory, reward_of
 from shardproof.text import shortened
 from shardproof.train.batching import Batch
@@ -63,10 +64,43 @@ def sample_lines(experience: Experience, decode: Decode) -> Iterator[dict[str, A
                 line["advantage"] = advantage
             if trajectory is group[0]:
                 line["group_rewards"] = rewards
+            line |= _origin(trajectory, decode)
             if trajectory.ended:
                 line |= _conversation(trajectory, experience.batch, places, decode)
             yield line
             place = places.stop
+
+
+def _origin(trajectory: Trajectory, decode: Decode) -> dict[str, Any]:
+    """Where a completion came from, in runs whose engines run ahead or have replicas: docs/report.md shows it."""
+    drawn, facts = list(trajectory.sampled), trajectory.facts
+    origin = {key: facts[key] for key in ("replica", "drawn_for") if key in facts}
+    if not origin and not any(segment.parts for segment in drawn):
+        return {}
+    origin["versions"] = [
+        [num, version]
+        for version, same in groupby(token_counts(drawn), key=lambda part: part[1])
+        if (num := sum(part[0] for part in same))
+    ]
+    if not trajectory.ended and len(drawn) == 1:
+        origin |= _pieces(drawn[0], decode)
+    return origin
+
+
+def _pieces(segment: Segment, decode: Decode) -> dict[str, Any]:
+    """The text of each part of a turn, where the weights changed while it was drawn."""
+    if len(segment.parts) < 2:
+        return {}
+    pieces, whole, end, shown = [], decode(segment.tokens), 0, 0
+    for num, version in segment.parts:
+        end += num
+        # A part may end within a letter of several bytes: the letter belongs to the part that ends it.
+        text = decode(segment.tokens[:end]).rstrip("\ufffd") if end < len(segment.tokens) else whole
+        text = whole[shown : max(len(text), shown)]
+        shown += len(text)
+        limit = _MAX_TEXT // len(segment.parts)
+        pieces.append({"version": version, "tokens": num, "text": shortened(text, limit)})
+    return {"pieces": pieces}
 
 
 def _conversation(trajectory: Trajectory, batch: Batch, places: range, decode: Decode) -> dict[str, Any]:
@@ -105,7 +139,7 @@ def _segment(segment: Segment, batch: Batch, place: int, span: slice, decode: De
         "trained": bool(batch.columns["mask"][place][span].any()) if "mask" in batch.columns else False,
     }
     if segment.author == "policy":
-        shown |= {"version": segment.version, "reward": segment.reward}
+        shown |= {"version": segment.version, "reward": segment.reward, **_pieces(segment, decode)}
         if shown["trained"] and "advantages" in batch.columns:
             shown["advantage"] = round(float(batch.columns["advantages"][place][span].mean()), 4)
     return shown

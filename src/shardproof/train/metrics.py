@@ -91,5 +91,5 @@ def _reduce(parts: list[list[float]], reduction: str) -> float:
     total = sum(part[0] for part in live)
     if reduction == "ess":
         number, squares = (sum(part[k] for part in live) for k in (1, 2))
-        return total**2 / (number * squares) if squares else 0.0
+        return min(total**2 / (number * squares), 1.0) if squares else 0.0  # rounding may take it beyond
     return total if reduction == "sum" else total / sum(part[1] for part in live)
