@@ -19,6 +19,9 @@ def meet(prompt, completion, row):
         pathlib.Path(row["leave"]).touch()
     while "wait" in row and not os.path.exists(row["wait"]):
         time.sleep(0.005)
+    if "note" in row:
+        with open(row["note"], "a") as file:
+            file.write(completion)
     if completion == "interrupt":
         os.kill(os.getppid(), signal.SIGINT)
     if completion in ("hang", "interrupt"):
@@ -104,16 +107,12 @@ def close(runner, pending):
     runner.close()
 
 
-def start_another(runner, pending):
-    assert runner.score([sample("5")])[0].total == 5.0
-
-
 def fail(runner, pending):
     with pytest.raises(ZeroDivisionError), pending:
         _ = 1 / 0
 
 
-@pytest.mark.parametrize("end", [leave, close, start_another, fail])
+@pytest.mark.parametrize("end", [leave, close, fail])
 def test_what_is_cancelled_ends_its_worker_and_spoils_nothing(users, end):
     with make_runner() as runner:
         before, pending = list(runner.pool.workers), runner.start()
@@ -122,6 +121,79 @@ def test_what_is_cancelled_ends_its_worker_and_spoils_nothing(users, end):
         end(runner, pending)
         assert [one.total for one in runner.score([sample("2"), sample("3")])] == [2.0, 3.0]
         assert any(worker.process.poll() is not None for worker in before), "the one that hung"
+
+
+def test_batches_that_are_pending_at_the_same_time_do_not_touch_each_other(users):
+    with make_runner() as runner:
+        before, slow = list(runner.pool.workers), runner.start()
+        slow.add([sample("1", leave=users / "begun", wait=users / "go on")])
+        wait_until((users / "begun").exists)
+        given_up, kept = runner.start(), runner.start()
+        given_up.add([sample("hang", leave=users / "hangs")])
+        wait_until((users / "hangs").exists)
+        kept.add([sample("3"), sample("4")])
+        assert runner.pool.busy
+        given_up.cancel()  # its worker is ended, and another one takes what waits
+        assert sum(worker.process.poll() is not None for worker in before) == 1
+        assert [one.total for one in kept.result()] == [3.0, 4.0]
+        (users / "go on").touch()
+        assert [(one.total, one.errors) for one in slow.result()] == [(1.0, ())]
+        assert any(worker in before for worker in runner.pool.workers)
+
+
+def test_batches_are_served_first_come_first(users):
+    order = users / "order"
+    with make_runner(num_workers=1) as runner:
+        first, second = runner.start(), runner.start()
+        first.add([sample("0", leave=users / "begun", wait=users / "go on")])
+        wait_until((users / "begun").exists)
+        second.add([sample("2", note=order)] * 3)
+        first.add([sample("1", note=order)] * 3)
+        one = runner.score_later(sample("3", note=order), 7)
+        (users / "go on").touch()
+        assert one.result(LONG_S).total == 3.0
+        assert [len(first.result()), len(second.result())] == [4, 3]
+    assert order.read_text() == "2221113"
+
+
+def test_one_sample_is_scored_like_a_batch_and_can_be_given_up(users):
+    samples = [sample("x" if n % 3 == 1 else str(n), answer=n) for n in range(9)]
+    with make_runner(RewardSpec("numeric", 0.5)) as runner:
+        whole = runner.score(samples)
+        futures = [runner.score_later(each, place) for place, each in enumerate(samples)]
+        assert [future.result(LONG_S) for future in futures] == whole
+        before = list(runner.pool.workers)
+        hangs = runner.score_later(sample("hang", leave=users / "begun", answer=1), 0)
+        wait_until((users / "begun").exists)
+        assert hangs.cancel()
+        wait_until(lambda: any(worker.process.poll() is not None for worker in before))
+        assert runner.score_later(samples[0], 0).result(LONG_S) == whole[0]
+        waits = runner.score_later(sample("hang", answer=1), 0)
+        runner.close()
+        with pytest.raises(RuntimeError, match="workers are closed"):
+            waits.result(LONG_S)
+    with make_runner(RewardSpec("numeric"), on_error="stop") as runner:
+        failed = runner.score_later(sample("hang"), 5)
+        with pytest.raises(RolloutFault, match="'numeric' failed on sample 5"):
+            failed.result(LONG_S)
+
+
+def test_a_worker_that_cannot_start_again_fails_every_batch_and_later_ones_may_go_on(users, monkeypatch):
+    with make_runner(num_workers=1) as runner:
+        batches = [runner.start() for _ in range(2)]
+        for batch in batches:
+            batch.add([sample("hang", leave=users / "begun"), sample("1")])
+        wait_until((users / "begun").exists)
+        module = users / "meeting_rewards.py"
+        text = module.read_text()
+        module.write_text("import os; os._exit(3)")
+        (worker,) = runner.pool.workers
+        worker.process.kill()
+        for batch in batches:
+            with pytest.raises(RolloutFault, match="did not start: its worker process died"):
+                batch.result()
+        module.write_text(text)
+        assert runner.score([sample("2")])[0].total == 2.0
 
 
 def test_a_failure_is_raised_where_rewards_are_awaited_with_the_place_in_the_whole(users):

@@ -6,11 +6,13 @@ A thread of the rank feeds the workers and reads their answers, so that deadline
 from __future__ import annotations
 
 import contextlib
+import itertools
 import pickle
 import queue
 import socket
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
@@ -27,7 +29,9 @@ _LOOK_S = 1.0  # how often a caller that waits looks whether the thread still ru
 
 
 class EnvironmentPool(contextlib.AbstractContextManager["EnvironmentPool"]):
-    """Conversations with an environment. `open` and `step` return at once; `answers` brings what they lead to.
+    """Conversations with an environment. `begin` and `reply` return a future each, and may be called from any thread.
+
+    For one caller that waits for all of them, `open` and `step` ask the same, and `answers` brings what they lead to.
 
     The names of conversations are the caller's: `key` is free again once it is released. A Failure ends its
     conversation, whose environment is then closed; release it all the same.
@@ -40,13 +44,16 @@ class EnvironmentPool(contextlib.AbstractContextManager["EnvironmentPool"]):
             spec = replace(spec, python=require_python(spec.python))
         self.spec = spec
         self._conversations: dict[int, Conversation] = {}
-        self._outstanding: set[int] = set()  # keys whose answer has not been taken
-        self._num_opened = 0
+        self._futures: dict[
+            Conversation, Future[Answer]
+        ] = {}  # of what is asked; whoever pops one resolves it
+        self._outstanding: set[int] = set()  # keys whose answer has not been taken from `answers`
+        self._num_opened = itertools.count(1)
         self._answers: queue.SimpleQueue[tuple[Conversation, Answer] | BaseException] = queue.SimpleQueue()
         self._told: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._dispatcher = Dispatcher(spec, lambda *answer: self._answers.put(answer), self._told.put)
+        self._dispatcher = Dispatcher(spec, self._deliver, self._told.put)
         self._tasks: deque[Callable[[], None]] = deque()  # for the thread
-        self._closing = False
+        self._closing = self._over = False  # over: the thread answers nothing any more
         self._failure: BaseException | None = None  # of the thread
         self._wake_end, self._wake_start = socket.socketpair()
         self._wake_end.setblocking(False)
@@ -62,22 +69,35 @@ class EnvironmentPool(contextlib.AbstractContextManager["EnvironmentPool"]):
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def open(self, key: int, row: Mapping[str, Any], seed: int) -> None:
-        """Begin a conversation about a copy of a data row; its Opening or Failure comes from `answers`."""
+    def begin(self, key: int, row: Mapping[str, Any], seed: int) -> Future[Answer]:
+        """Begin a conversation about a copy of a data row; its Opening or Failure comes later, from the pool's thread.
+
+        The future raises what ends the pool. To cancel it changes nothing: release the conversation.
+        """
         if key in self._conversations:
             raise ValueError(f"conversation {key} is open already")
-        self._num_opened += 1
-        self._conversations[key] = Conversation(key, self._num_opened, [])
-        self._ask(key, "open", (dict(row), seed))
+        self._conversations[key] = Conversation(key, next(self._num_opened), [])
+        return self._ask(key, "open", (dict(row), seed))
+
+    def reply(self, key: int, turn: Turn) -> Future[Answer]:
+        """Give the environment the policy's turn; its Reply or Failure comes later, from the pool's thread."""
+        return self._ask(key, "step", turn)
+
+    def open(self, key: int, row: Mapping[str, Any], seed: int) -> None:
+        """Begin a conversation about a copy of a data row; its Opening or Failure comes from `answers`."""
+        self._queue(key, self.begin(key, row, seed))
 
     def step(self, key: int, turn: Turn) -> None:
         """Give the environment the policy's turn; its Reply or Failure comes from `answers`."""
-        self._ask(key, "step", turn)
+        self._queue(key, self.reply(key, turn))
 
     def release(self, key: int) -> None:
         """End a conversation: its environment is closed, which nothing waits for."""
         conversation = self._conversations.pop(key)
         self._outstanding.discard(key)
+        future = self._futures.pop(conversation, None)
+        if future is not None:
+            future.cancel()
         self._do(lambda: None if conversation.over else self._dispatcher.release(conversation))
 
     def answers(self) -> Iterator[tuple[int, Answer]]:
@@ -108,33 +128,57 @@ class EnvironmentPool(contextlib.AbstractContextManager["EnvironmentPool"]):
             self._wake_end.close()
             self._wake_start.close()
 
-    def _ask(self, key: int, kind: str, given: object) -> None:
+    def _ask(self, key: int, kind: str, given: object) -> Future[Answer]:
         conversation = self._conversations[key]
-        if key in self._outstanding:
+        if conversation in self._futures or key in self._outstanding:
             raise ValueError(f"conversation {key} has not answered yet")
-        self._outstanding.add(key)
+        future: Future[Answer] = Future()
+        self._futures[conversation] = future
         try:
             request = (kind, pickle.dumps(given))
         except Exception as error:
             what = "the row" if kind == "open" else "the turn"
             failure = Failure(f"{what} cannot be sent to a worker: {describe_error(error)}")
-            self._answers.put((conversation, failure))
-            return
+            self._deliver(conversation, failure)
+            return future
         self._do(lambda: self._dispatcher.ask(conversation, request))
+        if self._over:  # looked at once the future is known: the thread fails those that it knows as it ends
+            self._fail(conversation)
+        return future
+
+    def _queue(self, key: int, future: Future[Answer]) -> None:
+        """Have the answer come from `answers`."""
+        self._outstanding.add(key)
+        conversation = self._conversations[key]
+
+        def put(done: Future[Answer]) -> None:
+            if not done.cancelled():
+                self._answers.put(done.exception() or (conversation, done.result()))
+
+        future.add_done_callback(put)
+
+    def _deliver(self, conversation: Conversation, answer: Answer) -> None:
+        """Resolve what was asked of a conversation, unless it was released."""
+        future = self._futures.pop(conversation, None)
+        if future is not None and future.set_running_or_notify_cancel():
+            future.set_result(answer)
+
+    def _fail(self, conversation: Conversation) -> None:
+        future = self._futures.pop(conversation, None)
+        if future is not None and future.set_running_or_notify_cancel():
+            future.set_exception(self._failure or _closed())
 
     def _next(self, source: queue.SimpleQueue[Any]) -> Any:
         """What the thread puts there next; raises what ended it."""
         while True:
-            ended = (
-                self._thread is None or self._thread.has_ended
-            )  # looked at before the queue, which it then fills no more
+            ended = self._over  # looked at before the queue, which the thread then fills no more
             with contextlib.suppress(queue.Empty):
                 found = source.get(timeout=0.0 if ended else _LOOK_S)
                 if isinstance(found, BaseException):
                     raise found
                 return found
             if ended:
-                raise self._failure or RuntimeError("the environment's workers are closed")
+                raise self._failure or _closed()
 
     def _do(self, task: Callable[[], None]) -> None:
         self._tasks.append(task)
@@ -158,7 +202,13 @@ class EnvironmentPool(contextlib.AbstractContextManager["EnvironmentPool"]):
                 self._dispatcher.wait(self._wake_end)
         except BaseException as error:
             self._failure = error
-            self._answers.put(error)
             self._told.put(error)
         finally:
             self._dispatcher.end()
+            self._over = True
+            for conversation in list(self._futures):
+                self._fail(conversation)
+
+
+def _closed() -> RuntimeError:
+    return RuntimeError("the environment's workers are closed")

@@ -11,18 +11,16 @@ import math
 import pickle
 import socket
 import struct
-import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, Pipe, wait
+from typing import NamedTuple
 
 from shardproof.errors import ShardproofError, error_for, fail
 from shardproof.findings import Finding
 from shardproof.processes import WorkerProcess, take_files
 from shardproof.rl.reward_functions import Outcome, Sample, attempt, find_reward
-
-Call = tuple[int, str, Sample]  # the sample's place in the batch, the reward's name, the sample
 
 START_S, MAX_CHUNK = 120.0, 32  # what a worker may take to import the user's modules; calls sent at a time
 
@@ -43,6 +41,31 @@ def serve() -> None:
                 # Read here, so that each call has a row of its own: what a reward does to it reaches no other call.
                 name, sample = pickle.loads(call)
                 connection.send(attempt(functions[name], sample))
+
+
+class Job:
+    """Calls that are awaited and given up together. `record` takes each outcome, `settle` the end: None, or an error.
+
+    Both are called by the thread that uses the workers.
+    """
+
+    def __init__(
+        self, record: Callable[[Call, Outcome], None], settle: Callable[[BaseException | None], None]
+    ):
+        self.record, self.settle = record, settle
+        self.waiting: deque[Call] = deque()
+        self.num_open = 0  # calls that have no outcome yet
+        self.complete = False  # no more calls come
+        self.over = False  # settled, or given up
+
+
+class Call(NamedTuple):
+    """A reward that is to be asked about a sample."""
+
+    job: Job
+    number: int  # the sample's place in the batch
+    name: str  # the reward's
+    sample: Sample
 
 
 class _NotAnAnswer(Exception):
@@ -79,7 +102,7 @@ class _Worker:
         self.pending.extend(calls)
         self.deadline = time.monotonic() + self.timeout_s
         # One by one: in one message the samples of a group would share their row.
-        self.send([pickle.dumps((name, sample)) for _, name, sample in calls])
+        self.send([pickle.dumps((call.name, call.sample)) for call in calls])
 
     def send(self, message: object) -> None:
         # A worker that is gone or stuck is noticed where its answers are read.
@@ -112,18 +135,18 @@ class _Worker:
 
 
 class WorkerPool:
-    """The workers of a rank. A thread that uses them holds the lock."""
+    """The workers of a rank, and the jobs that they answer: first come, first served. One thread at a time uses it."""
 
     def __init__(self, names: Sequence[str], num_workers: int, timeout_s: float):
         self._names, self._num_workers, self._timeout_s = names, num_workers, timeout_s
         self.workers: list[_Worker] = []
-        self.lock = threading.Lock()
+        self.jobs: dict[Job, None] = {}  # with calls that wait for a worker
 
     def start(self) -> None:
         """Start every worker, and wait until each has imported the rewards."""
         self._fill()
         while not all(worker.ready for worker in self.workers):
-            for _ in self.collect(deque()):
+            for _ in self.collect():
                 pass
 
     @property
@@ -138,14 +161,33 @@ class WorkerPool:
         )
         self._fill()
 
-    def dispatch(self, queue: deque[Call]) -> None:
-        """Give every idle worker a chunk; chunks shrink towards the end, so that workers finish together."""
-        for worker in self.workers:
-            if queue and worker.ready and not worker.pending:
-                size = max(1, min(MAX_CHUNK, len(queue) // (2 * len(self.workers))))
-                worker.submit([queue.popleft() for _ in range(size)])
+    def add(self, job: Job, calls: Sequence[Call]) -> None:
+        """Have these calls of a job answered as well."""
+        if calls:
+            job.num_open += len(calls)
+            job.waiting.extend(calls)
+            self.jobs.setdefault(job)
 
-    def collect(self, queue: deque[Call], wake: Sequence[Connection] = ()) -> Iterator[tuple[Call, Outcome]]:
+    def drop(self, job: Job) -> None:
+        """Give up a job. Workers in the middle of its calls are ended: nothing else stops them."""
+        job.over = True
+        self.jobs.pop(job, None)
+        job.waiting.clear()
+        self._drop([worker for worker in self.workers if worker.pending and worker.pending[0].job is job])
+
+    def dispatch(self) -> None:
+        """Give every idle worker a chunk of one job; chunks shrink towards its end, so that workers finish together."""
+        if self.jobs:
+            self._fill()
+        for worker in self.workers:
+            if self.jobs and worker.ready and not worker.pending:
+                job = next(iter(self.jobs))
+                size = max(1, min(MAX_CHUNK, len(job.waiting) // (2 * len(self.workers))))
+                worker.submit([job.waiting.popleft() for _ in range(size)])
+                if not job.waiting:
+                    del self.jobs[job]
+
+    def collect(self, wake: Sequence[socket.socket] = ()) -> Iterator[tuple[Call, Outcome]]:
         """Wait for answers, the nearest deadline or a message on `wake`; yield what came, and replace workers that hang or died."""
         active = [worker for worker in self.workers if worker.pending or not worker.ready]
         patience = min(worker.deadline for worker in active) - time.monotonic()
@@ -156,16 +198,17 @@ class WorkerPool:
                     if (answered := worker.receive()) is not None:
                         yield answered
             except _NotAnAnswer:
-                yield from self._replace(worker, "its worker returned something that is not a reward", queue)
+                yield from self._replace(worker, "its worker returned something that is not a reward")
             except (EOFError, OSError):
-                yield from self._replace(worker, f"its worker process died ({worker.stop(1.0)})", queue)
+                yield from self._replace(worker, f"its worker process died ({worker.stop(1.0)})")
             else:
                 if time.monotonic() >= worker.deadline:
                     limit_s = self._timeout_s if worker.ready else START_S
-                    yield from self._replace(worker, f"no answer in {limit_s:g} s", queue)
+                    yield from self._replace(worker, f"no answer in {limit_s:g} s")
 
     def cancel(self) -> None:
-        """End workers in the middle of a chunk: they would answer the next batch with this one's rewards."""
+        """Give up every job. Workers in the middle of a chunk are ended: they would answer the next with its rewards."""
+        self.jobs.clear()
         self._drop([worker for worker in self.workers if worker.pending])
 
     def close(self) -> None:
@@ -187,7 +230,7 @@ class WorkerPool:
             self.workers.remove(worker)
             worker.stop()
 
-    def _replace(self, worker: _Worker, failure: str, queue: deque[Call]) -> Iterator[tuple[Call, Outcome]]:
+    def _replace(self, worker: _Worker, failure: str) -> Iterator[tuple[Call, Outcome]]:
         """Blame the call that the worker was in, put the rest of its chunk back, and start another worker."""
         self._drop([worker])
         if not worker.ready:
@@ -201,5 +244,7 @@ class WorkerPool:
         self._fill()
         if worker.pending:
             call, *rest = worker.pending
-            queue.extendleft(reversed(rest))
+            if rest:
+                call.job.waiting.extendleft(reversed(rest))
+                self.jobs = {call.job: None, **self.jobs}
             yield call, (0.0, failure)

@@ -8,12 +8,11 @@ they take microseconds, for all of which a thread would hold the interpreter loc
 from __future__ import annotations
 
 import contextlib
-from collections import deque
-from collections.abc import Sequence
+import queue
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
-from multiprocessing.connection import Pipe, wait
 
-from shardproof.background import BackgroundThread
 from shardproof.bounds import MAX_WEIGHT, within
 from shardproof.errors import choose, fail
 from shardproof.rl.reward_functions import (
@@ -24,7 +23,8 @@ from shardproof.rl.reward_functions import (
     attempt,
     unknown_reward,
 )
-from shardproof.rl.reward_workers import Call, WorkerPool
+from shardproof.rl.reward_queue import RewardQueue
+from shardproof.rl.reward_workers import Call, Job, WorkerPool
 from shardproof.rollout.trajectory import Reward
 
 
@@ -56,8 +56,8 @@ class RewardRunner(contextlib.AbstractContextManager["RewardRunner"]):
         self.inside = [spec.name for spec in self.specs if spec.name in CANNOT_HANG]
         self.outside = [spec.name for spec in self.specs if spec.name not in CANNOT_HANG]
         self.pool = WorkerPool(self.outside, num_workers if self.outside else 0, timeout_s)
+        self.queue = RewardQueue(self.pool)
         self.noticed: set[str] = set()  # the kinds of failures that the terminal has shown
-        self._pending: PendingRewards | None = None
         try:
             # Now, so that a name that cannot be imported stops the run before its first step.
             self.pool.start()
@@ -70,14 +70,12 @@ class RewardRunner(contextlib.AbstractContextManager["RewardRunner"]):
 
     def close(self) -> None:
         """Give up what is not scored yet and end every worker; scoring again would start new ones."""
-        self._cancel()
+        self.queue.close()
         self.pool.close()
 
     def start(self) -> PendingRewards:
-        """Rewards of samples still to be added. One batch at a time: what another has not scored yet is given up."""
-        self._cancel()
-        self._pending = PendingRewards(self)
-        return self._pending
+        """Rewards of samples still to be added. Several batches may be pending: they share the workers, first come first."""
+        return PendingRewards(self)
 
     def score(self, samples: Sequence[Sample]) -> list[Reward]:
         """Each sample's rewards, in the order of `samples`."""
@@ -85,9 +83,28 @@ class RewardRunner(contextlib.AbstractContextManager["RewardRunner"]):
             pending.add(samples)
             return pending.result()
 
-    def _cancel(self) -> None:
-        if self._pending is not None:
-            self._pending.cancel()
+    def score_later(self, sample: Sample, place: int) -> Future[Reward]:
+        """One sample's rewards, from the workers' thread; returns at once, and may be called from any thread.
+
+        `place` names the sample in errors. To cancel the future gives it up.
+        """
+        return _OneSample(self, sample, place).future
+
+    def outcome(self, index: int, name: str, sample: Sample, found: Outcome) -> Outcome:
+        """What a reward said about a sample; raises R504 if it failed and the recipe wants that to end the run."""
+        if found[1] is not None and self.stops:
+            where = f"sample {index} (prompt {sample[0][-60:]!r}, completion {sample[1][:60]!r})"
+            raise fail("R504", "reward", f"reward {name!r} failed on {where}: {found[1]}.")
+        return found
+
+    def sum(self, found: Mapping[str, Outcome]) -> Reward:
+        """A sample's rewards from what each function said."""
+        total = sum(spec.weight * found[spec.name][0] for spec in self.specs)
+        parts = {spec.name: found[spec.name][0] for spec in self.specs}
+        failures = {spec.name: error for spec in self.specs if (error := found[spec.name][1]) is not None}
+        return Reward(
+            total, parts, failures, any(spec.weight and spec.name in failures for spec in self.specs)
+        )
 
 
 class PendingRewards(contextlib.AbstractContextManager["PendingRewards"]):
@@ -100,11 +117,10 @@ class PendingRewards(contextlib.AbstractContextManager["PendingRewards"]):
         self._runner, self.noticed = runner, runner.noticed
         self._samples: list[Sample] = []
         self._places: list[int] = []  # of each sample's reward in the result
-        self._queue: deque[Call] = deque()  # filled by the caller, emptied by the thread
         self._outcomes: dict[tuple[int, str], Outcome] = {}  # by the sample's place and the reward's name
-        self._complete = self._cancelled = False
+        self._settled: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+        self._job = Job(self._record, self._settled.put)
         self._failure: BaseException | None = None
-        self._thread: BackgroundThread | None = None
 
     def __exit__(self, *exception: object) -> None:
         self.cancel()
@@ -114,93 +130,83 @@ class PendingRewards(contextlib.AbstractContextManager["PendingRewards"]):
         first = len(self._samples)
         self._places += range(first, first + len(samples)) if places is None else places
         self._samples += samples
-        calls = [(i, name, s) for i, s in enumerate(samples, first) for name in self._runner.outside]
-        if not calls or self._failure is not None:
-            return
-        try:
-            if self._thread is None:
-                self._start()  # while there is no work yet: no reward can interrupt the start
-            self._queue.extend(calls)
-            self._wake()
-        except (OSError, RuntimeError) as error:  # no file or thread is left to be had
-            self._failure = error
+        outside = self._runner.outside
+        calls = [
+            Call(self._job, i, name, sample) for i, sample in enumerate(samples, first) for name in outside
+        ]
+        if calls:
+            self._ask(calls)
 
     def result(self) -> list[Reward]:
         """Each sample's rewards, as soon as all are there: in the order of their places, or as they were added."""
         for index, sample in enumerate(self._samples):
             for name in self._runner.inside:
-                self._record((index, name, sample), attempt(BUILT_IN[name], sample))
-        self._complete = True
-        self._join()
+                self._record(Call(self._job, index, name, sample), attempt(BUILT_IN[name], sample))
+        if self._samples and self._runner.outside:
+            self._ask((), last=True)
+            self._failure = self._failure or self._settled.get()
         if self._failure is not None:
             raise self._failure
-        return [self._sum(index) for index in sorted(range(len(self._samples)), key=self._places.__getitem__)]
+        names = [spec.name for spec in self._runner.specs]
+        order = sorted(range(len(self._samples)), key=self._places.__getitem__)
+        return [self._runner.sum({name: self._outcomes[index, name] for name in names}) for index in order]
 
     def cancel(self) -> None:
         """Stop scoring; workers that are in the middle of it are ended."""
-        self._cancelled = True
-        self._join()
+        self._failure = self._failure or RuntimeError("these rewards were given up")
+        self._runner.queue.drop(self._job)()
 
-    def _start(self) -> None:
-        self._wake_end, self._wake_start = Pipe(duplex=False)
-        # Known before it runs: an interrupt may come at any time from then on, and it must be ended then too.
-        self._thread = BackgroundThread("shardproof rewards", self._work)
+    def _ask(self, calls: Sequence[Call], last: bool = False) -> None:
+        if self._failure is None:
+            try:
+                self._runner.queue.add(self._job, calls, last)
+            except (OSError, RuntimeError) as error:  # no file or thread is left to be had
+                self._failure = error
+
+    def _record(self, call: Call, found: Outcome) -> None:
+        self._outcomes[call.number, call.name] = self._runner.outcome(
+            call.number, call.name, call.sample, found
+        )
+
+
+class _OneSample:
+    """One sample's rewards, as a future."""
+
+    def __init__(self, runner: RewardRunner, sample: Sample, place: int):
+        self.future: Future[Reward] = Future()
+        self._runner, self._sample, self._place = runner, sample, place
+        self._outcomes: dict[str, Outcome] = {}
+        self._job = Job(self._record, self._settle)
         try:
-            self._thread.start()
-        except RuntimeError:
-            self._thread = None
-            raise
+            for name in runner.inside:
+                self._note(name, attempt(BUILT_IN[name], sample))
+            if runner.outside:
+                self.future.add_done_callback(self._drop_if_cancelled)
+                calls = [Call(self._job, place, name, sample) for name in runner.outside]
+                runner.queue.add(self._job, calls, last=True)
+                return
+        except Exception as error:  # R504, or no file or thread is left to be had
+            self._settle(error)
+        else:
+            self._settle(None)
 
-    def _wake(self) -> None:
-        """Wake the thread, which waits for this connection beside its workers'."""
-        self._wake_start.send_bytes(b"!")
+    def _record(self, call: Call, found: Outcome) -> None:
+        self._note(call.name, found)
 
-    def _join(self) -> None:
-        if self._thread is not None:
-            self._wake()
-            self._thread.join()
-            self._thread = None
-            self._wake_end.close()
-            self._wake_start.close()
+    def _note(self, name: str, found: Outcome) -> None:
+        self._outcomes[name] = self._runner.outcome(self._place, name, self._sample, found)
 
-    def _work(self) -> None:
-        """The thread: hand calls to the workers and record their answers until all samples are there and scored."""
-        pool = self._runner.pool
-        pool.lock.acquire()
-        try:
-            while not self._cancelled:
-                if self._wake_end.poll():
-                    self._wake_end.recv_bytes()
-                    pool.restart_ended()
-                complete = self._complete  # looked at before the queue, which nothing is added to afterwards
-                if self._queue or pool.busy:
-                    pool.dispatch(self._queue)
-                    for call, outcome in pool.collect(self._queue, [self._wake_end]):
-                        self._record(call, outcome)
-                elif complete:
-                    return
-                else:
-                    wait([self._wake_end])
-        except BaseException as error:
-            self._failure = error
-        finally:
-            pool.cancel()
-            pool.lock.release()
+    def _settle(self, error: BaseException | None) -> None:
+        if not self.future.set_running_or_notify_cancel():
+            return
+        if error is not None:
+            self.future.set_exception(error)
+        else:
+            self.future.set_result(self._runner.sum(self._outcomes))
 
-    def _record(self, call: Call, outcome: Outcome) -> None:
-        index, name, (prompt, completion, _) = call
-        if outcome[1] is not None and self._runner.stops:
-            sample = f"sample {index} (prompt {prompt[-60:]!r}, completion {completion[:60]!r})"
-            raise fail("R504", "reward", f"reward {name!r} failed on {sample}: {outcome[1]}.")
-        self._outcomes[index, name] = outcome
-
-    def _sum(self, index: int) -> Reward:
-        specs = self._runner.specs
-        found = {spec.name: self._outcomes[index, spec.name] for spec in specs}
-        total = sum(spec.weight * found[spec.name][0] for spec in specs)
-        parts = {name: value for name, (value, _) in found.items()}
-        failures = {name: error for name, (_, error) in found.items() if error is not None}
-        return Reward(total, parts, failures, any(spec.weight and spec.name in failures for spec in specs))
+    def _drop_if_cancelled(self, future: Future[Reward]) -> None:
+        if future.cancelled():
+            self._runner.queue.drop(self._job)
 
 
 def _require_settings(specs: Sequence[RewardSpec], timeout_s: float, num_workers: int) -> None:

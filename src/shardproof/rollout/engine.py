@@ -145,6 +145,11 @@ class BackgroundEngine(Protocol):
     and nothing that was computed from older weights is read by newer ones.
     """
 
+    @property
+    def version(self) -> int:
+        """Of the weights it samples from; -1 if it has none."""
+        ...
+
     def start(self, request: Request, sampling: Sampling) -> Answering:
         """Take a request of this rank; returns at once. From any thread. Not collective."""
         ...

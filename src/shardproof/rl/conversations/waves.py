@@ -46,10 +46,15 @@ class Conversations:
     def __init__(self, pool: EnvironmentPool, rules: Rules, stops: bool = False, sequence_parallel: int = 1):
         self.pool, self.rules = pool, rules
         self.stops = stops  # at the first failure
-        self.leader = dist.get_rank() - dist.get_rank() % sequence_parallel
+        self._sequence_parallel = sequence_parallel
         self.is_shared = sequence_parallel > 1
         self.waited_s = 0.0  # for replies, so far
         self.keys = itertools.count()  # of conversations in the pool
+
+    @property
+    def leader(self) -> int:
+        """The rank whose workers answer this one's conversations."""
+        return dist.get_rank() - dist.get_rank() % self._sequence_parallel
 
     def close(self) -> None:
         """End the workers."""
