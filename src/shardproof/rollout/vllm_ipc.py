@@ -86,8 +86,9 @@ class IpcSender:
         with together("sync"):
             if self.client is not None:
                 self.client.finish_weight_update()
-        del buffer
-        torch.cuda.ipc_collect()
+        if buffer.is_cuda:
+            del buffer
+            torch.cuda.ipc_collect()
 
     @property
     def _packed_at_init(self) -> bool:
@@ -111,7 +112,7 @@ def _fill(stream: WeightStream, buffer: torch.Tensor) -> Iterator[Chunk]:
     chunk = Chunk()
     for name, tensor in stream:
         if not chunk.takes(tensor, len(buffer)):
-            torch.cuda.current_stream().synchronize()
+            _wait_for_copies(buffer)
             yield chunk
             chunk = Chunk()
         start = chunk.num_bytes
@@ -119,8 +120,13 @@ def _fill(stream: WeightStream, buffer: torch.Tensor) -> Iterator[Chunk]:
             tensor.detach().contiguous().view(-1).view(torch.uint8), non_blocking=True
         )
         chunk.add(name, tensor)
-    torch.cuda.current_stream().synchronize()
+    _wait_for_copies(buffer)
     yield chunk
+
+
+def _wait_for_copies(buffer: torch.Tensor) -> None:
+    if buffer.is_cuda:
+        torch.cuda.current_stream().synchronize()
 
 
 def gpu_uuid(device: torch.device) -> str:
