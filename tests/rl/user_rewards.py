@@ -26,6 +26,11 @@ def even_answer(prompt: str, completion: str, row: dict[str, Any]) -> float:
     return float(int(row["answer"]) % 2 == 0)
 
 
+def varied(prompt: str, completion: str, row: dict[str, Any]) -> float:
+    """Tells most completions of a prompt apart, whatever they say."""
+    return (sum(map(ord, completion)) % 7) / 7
+
+
 def refuses_even_answers(prompt: str, completion: str, row: dict[str, Any]) -> float:
     if completion.endswith(EVEN):
         raise ValueError(f"{completion} is even")

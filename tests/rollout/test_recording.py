@@ -200,3 +200,33 @@ def test_an_engine_that_returns_no_experts_fails_on_every_rank(tmp_path):
     for outcome in run_ranks_outcomes(2, without_experts, make_checkpoint(tmp_path, "qwen3_moe")):
         assert "R511" in outcome[2] and "the engine returned no experts" in outcome[2]
         assert "rank 1" in outcome[2]
+
+
+def shifted_engine(folder):
+    """An engine whose routers were moved a little, as rounding or an update moves them: how far the policy is from it."""
+    policy = sp.load(folder, compute_dtype=torch.float32, progress=False)
+    shape = expert_shape(policy)
+    engine = EmbeddedEngine(policy, 64, experts=shape)
+    engine.load_weights(sp.WeightStream(policy, torch.float32))
+    generator = torch.Generator().manual_seed(0)
+    for name, param in engine.model.named_parameters():
+        if name.endswith("mlp.gate.weight"):
+            param.add_(0.01 * torch.randn(param.shape, generator=generator))
+    requests = [
+        Request(Trajectory.of_prompt(prompt, k, s), s) for k, prompt in enumerate(PROMPTS) for s in range(16)
+    ]
+    said = generate(engine, requests, Sampling(12))
+    batch = make_batch(said, shape)
+    drawn, mask = batch.flat("rollout_logps"), batch.flat_mask().bool()
+    gaps = []
+    for experts in (None, batch.experts):
+        logps = torch.cat(sp.logprobs(policy, batch.sequences, experts=experts))
+        gaps.append((logps - drawn)[mask])
+    return [(float(gap.abs().mean()), float((gap.exp() - 1 - gap).mean())) for gap in gaps]
+
+
+@pytest.mark.distributed
+def test_replay_takes_away_what_other_experts_do_to_log_probs(tmp_path):
+    folder = make_checkpoint(tmp_path, "qwen3_moe", num_experts=16, num_experts_per_tok=2)
+    (((own, own_kl), (replayed, replayed_kl)),) = run_ranks(1, shifted_engine, folder)
+    assert 0 < replayed < own / 2 and replayed_kl < own_kl / 10

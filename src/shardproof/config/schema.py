@@ -107,6 +107,8 @@ def spec_problem(recipe: Recipe, spec: AlgorithmSpec) -> str | None:
         return (
             f"algorithm.correction and algorithm.trust_region are for algorithms that sample, not for {name}"
         )
+    if not spec.samples and recipe.rollout.replay_experts:
+        return f"rollout.replay_experts is for algorithms that sample, not for {name}"
     if spec.compares_group and recipe.rollout.group_size < 2:
         return f"rollout.group_size=1: {name} compares completions of one prompt and needs at least 2"
     if settings.credit == "turn" and not spec.compares_group:

@@ -14,6 +14,7 @@ from shardproof.errors import fail
 from shardproof.model.families import check_sequence_parallel, max_positions
 from shardproof.model.inventory import take_inventory
 from shardproof.model.roles import POLICY
+from shardproof.model.routing import check_replayable
 from shardproof.model.skeleton import build_skeleton
 from shardproof.rl.algorithms.registry import check_algorithm, find_algorithm
 from shardproof.rl.conversations.conversation import Rules
@@ -59,6 +60,8 @@ def check_inputs(recipe: Recipe, pool: EnvironmentPool | None = None) -> Inputs:
     check_algorithm(recipe)
     folder = model_folder(recipe.model.path)
     config = read_config(folder, recipe.model.trust_remote_code)
+    if recipe.rollout.replay_experts:
+        check_replayable(config)
     tokenizer = _load_tokenizer(folder, recipe.model.trust_remote_code)
     for spec in recipe.reward.functions if recipe.reward is not None else []:
         find_reward(spec.name)

@@ -19,6 +19,7 @@ from shardproof.rl.conversations.measures import conversation_facts, environment
 from shardproof.rl.data import Share
 from shardproof.rl.rollouts import await_rewards
 from shardproof.rl.versions import ahead_metrics, check_usable
+from shardproof.rollout.experts import ExpertShape
 from shardproof.rollout.trajectory import Reward, Trajectory, reward_of
 from shardproof.shard.sharded_model import ShardedModel
 from shardproof.train.batching import Batch
@@ -53,9 +54,13 @@ class Scorers:
     critic: ShardedModel | None
     temperature: float
     micro_batch_tokens: int
+    replay: ExpertShape | None = None  # what the policy routes, if it is to choose the engine's experts
 
     def scored(self, batch: Batch, columns: Iterable[str]) -> Batch:
-        """The batch with the log-probs and values that are named in `columns`. Collective: every rank."""
+        """The batch with the log-probs and values that are named in `columns`. Collective: every rank.
+
+        Experts are replayed by the policy alone: what a reference or a critic says is defined by its own routers.
+        """
         size, wanted = self.micro_batch_tokens, set(columns)
         if "ref_logps" in wanted:
             # One temperature for policy and reference: a KL between differently scaled distributions means nothing.
@@ -63,7 +68,13 @@ class Scorers:
             found = logprobs(model, batch.sequences, self.temperature, adapters, micro_batch_tokens=size)
             batch = batch.with_column("ref_logps", _on_host(found))
         if "old_logps" in wanted:
-            found = logprobs(self.policy, batch.sequences, self.temperature, micro_batch_tokens=size)
+            found = logprobs(
+                self.policy,
+                batch.sequences,
+                self.temperature,
+                micro_batch_tokens=size,
+                experts=batch.experts,
+            )
             batch = batch.with_column("old_logps", _on_host(found))
         if "values" in wanted:
             assert self.critic is not None, "an algorithm that needs values has a critic"
@@ -91,12 +102,12 @@ def collect(buffer: Buffer, scorers: Scorers, algorithm: Algorithm, *, step: int
     drops = algorithm.drops_equal_rewards
     buffer.begin(step)
     for _ in range(_MAX_ROUNDS if drops else 1):
-        taken = buffer.take(step)
+        taken = buffer.take(step, num_prompts - len(kept))
         fresh = taken.trajectories
         check_usable(fresh, sampler.versions, buffer.ahead)
         if not drops:
             # Every group stays, so the models score them all while rewards run.
-            batch = scorers.scored(make_batch(sequences_of(fresh)), algorithm.columns)
+            batch = scorers.scored(make_batch(sequences_of(fresh), scorers.replay), algorithm.columns)
         fresh, seconds = await_rewards(fresh, taken.rewards, noticed, algorithm)
         seen += fresh
         num_seen += len(taken.groups)
@@ -104,15 +115,18 @@ def collect(buffer: Buffer, scorers: Scorers, algorithm: Algorithm, *, step: int
         kept += _with_signal(fresh) if drops else taken.groups
         if len(kept) >= num_prompts:
             break
+    buffer.end_step(step)
     # The last round may give more than a batch: which groups stay must not depend on the number of ranks.
     order = sorted(kept)[:num_prompts]
     chosen = set(order)
     trajectories = [trajectory for trajectory in seen if trajectory.group in chosen]
     if batch is None:
-        batch = scorers.scored(make_batch(sequences_of(trajectories)), algorithm.columns)
+        batch = scorers.scored(make_batch(sequences_of(trajectories), scorers.replay), algorithm.columns)
     about = buffer.facts(trajectories) if buffer.is_ahead else None
     metrics, errors = _measure(seen, share, about)
     metrics |= {"prompts/kept": len(order) / num_seen, "time/reward": waited_s}
+    if buffer.means.background is not None:
+        metrics["time/trainer_idle"] = buffer.waited_s
     if sampler.conversations is not None:
         metrics["time/environment"] = sampler.waited_s - environment_s
     batch = algorithm.advantages(batch, sequences_of(trajectories))

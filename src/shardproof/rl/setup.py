@@ -34,7 +34,9 @@ from shardproof.rl.rewards import RewardRunner, RewardSpec
 from shardproof.rl.rollouts import Sampler
 from shardproof.rl.rounds import Means
 from shardproof.rollout.engine import Engine, Sampling
+from shardproof.rollout.experts import ExpertShape
 from shardproof.rollout.local import EmbeddedEngine, ShardedEngine
+from shardproof.rollout.recording import expert_shape
 from shardproof.shard.load import load
 from shardproof.shard.sharded_model import ShardedModel
 from shardproof.train.optim import make_optimizer, make_schedule
@@ -104,8 +106,9 @@ def _load(
         section = recipe.critic or Role()
         critic = _trainer(recipe, load_role(section, "critic"), section.lr)
     # SFT samples for its evaluation alone, and a replica would have to be kept up to date for that.
+    replay = expert_shape(policy) if recipe.rollout.replay_experts and algorithm.spec.samples else None
     engine = (
-        make_engine(recipe, policy)
+        make_engine(recipe, policy, replay)
         if algorithm.spec.samples
         else ShardedEngine(policy, recipe.rollout.batch_size)
     )
@@ -128,6 +131,7 @@ def _load(
             critic.model if critic is not None else None,
             rollout.temperature,
             train.micro_batch_tokens,
+            replay,
         ),
         sampler=sampler,
         buffer=Buffer(
@@ -202,8 +206,11 @@ def _make_rewards(recipe: Recipe) -> RewardRunner | None:
     )
 
 
-def make_engine(recipe: Recipe, policy: ShardedModel) -> Engine:
-    """The rollout engine that a recipe names. Collective: every rank."""
+def make_engine(recipe: Recipe, policy: ShardedModel, replay: ExpertShape | None = None) -> Engine:
+    """The rollout engine that a recipe names; with `replay` it records the experts that it chooses.
+
+    Collective: every rank.
+    """
     if recipe.rollout.engine == "vllm":
         from shardproof.rollout.vllm_engine import VllmEngine
 
@@ -215,8 +222,8 @@ def make_engine(recipe: Recipe, policy: ShardedModel) -> Engine:
         if is_user_name(recipe.rollout.engine):
             return _users_engine(recipe.rollout, policy)
         if recipe.rollout.engine == "sharded":
-            return ShardedEngine(policy, recipe.rollout.batch_size)
-        return EmbeddedEngine(policy, recipe.rollout.batch_size, recipe.rollout.cache_gib)
+            return ShardedEngine(policy, recipe.rollout.batch_size, replay)
+        return EmbeddedEngine(policy, recipe.rollout.batch_size, recipe.rollout.cache_gib, replay)
 
 
 def _users_engine(rollout: Rollout, policy: ShardedModel) -> Engine:
