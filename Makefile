@@ -30,7 +30,7 @@ export TRANSFORMERS_VERBOSITY := error
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 
 .DEFAULT_GOAL := test
-.PHONY: setup vllm demo browser compiler lint docs test-core test-runs test-adapters test-docs test-vllm test format clean
+.PHONY: setup vllm demo browser namespaces compiler lint docs test-core test-runs test-adapters test-docs test-vllm test format clean
 
 setup: $(STAMP)
 
@@ -86,12 +86,16 @@ lint: $(STAMP)
 browser:
 	@command -v chromium >/dev/null || { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium; }
 
+# Tests put engine hosts into network namespaces of their own, which takes root and `ip`.
+namespaces:
+	@command -v ip >/dev/null || { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends iproute2; }
+
 CORE := $(filter-out $(SHAPE),$(wildcard tests/test_*.py)) tests/dist tests/model tests/config tests/weights tests/shard \
 	tests/train tests/export tests/checkpoints tests/rollout
 RUNS := tests/environments tests/rl tests/cli tests/report tests/doctor tests/museum
 
 # The parts: load, step, export, and what goes wrong in them.
-test-core: $(STAMP)
+test-core: $(STAMP) namespaces
 	$(PYTEST) $(CORE) --ignore=tests/rollout/vllm
 
 # What is made of them: whole runs, the doctor, and the museum of other people's bugs.

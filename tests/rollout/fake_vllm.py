@@ -57,8 +57,14 @@ class Running:
 class FakeVllm:
     """A server. `url` is its address; use it as a context manager, or call `close`."""
 
-    def __init__(self, socket: Path | None = None, vllm: str = "0.32.0", facts: dict[str, Any] | None = None):
-        self.socket, self.vllm, self.port = socket, vllm, 0
+    def __init__(
+        self,
+        socket: Path | None = None,
+        vllm: str = "0.32.0",
+        facts: dict[str, Any] | None = None,
+        host: str = "127.0.0.1",
+    ):
+        self.socket, self.vllm, self.host, self.port = socket, vllm, host, 0
         self.name = ""  # whatever a test calls it
         self.facts = {"vllm": vllm, "lora": False, "config": {}, **(facts or {})}
         self.calls: list[str] = []  # paths, in the order in which they came
@@ -96,7 +102,7 @@ class FakeVllm:
 
     @property
     def url(self) -> str:
-        return f"unix:{self.socket}" if self.socket is not None else f"http://127.0.0.1:{self.port}"
+        return f"unix:{self.socket}" if self.socket is not None else f"http://{self.host}:{self.port}"
 
     # What a test does with it, from its own thread.
 
@@ -190,7 +196,7 @@ class FakeVllm:
         if self.socket is not None:
             await web.UnixSite(self._runner, str(self.socket)).start()
         else:
-            site = web.TCPSite(self._runner, "127.0.0.1", self.port, reuse_address=True)
+            site = web.TCPSite(self._runner, self.host, self.port, reuse_address=True)
             await site.start()
             self.port = self._runner.addresses[0][1]
 
