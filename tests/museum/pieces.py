@@ -234,10 +234,19 @@ PIECES: dict[str, Piece] = {
         ("R507",),
         "a mask that counts a token that was not sampled stops the run, with the token and its author",
     ),
+    "nemo-rl-4018": Piece(
+        "NeMo RL 4018",
+        f"{_GITHUB}/NVIDIA-NeMo/RL/pull/4018",
+        "Weights are updated while the engine goes on, and its prefix cache stays: later requests with the same "
+        "beginning are served keys and values of weights up to 17 steps old, and the mismatch grows from step to step.",
+        ("R503", "R510"),
+        "every sync empties the caches, and an interrupted completion is read again; the canary, which is the same prompt at "
+        "every sync, would be served old keys first; a mismatch that grows is reported",
+    ),
 }  # fmt: skip
 
 # Their real counterparts need the engine itself; tests/rollout/vllm covers those.
-NEED_VLLM = ("trl-5312", "vllm-42821", "vllm-tied-head")
+NEED_VLLM = ("trl-5312", "vllm-42821", "vllm-tied-head", "nemo-rl-4018")
 
 exhibited: dict[str, list[str]] = {}
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from shardproof.findings import CODES
-from tests.museum import test_held, test_steps, test_syncs, test_tokens
+from tests.museum import test_held, test_running_ahead, test_steps, test_syncs, test_tokens
 from tests.museum.pieces import NEED_VLLM, PIECES, Piece, exhibited
 
 pytestmark = pytest.mark.fault
@@ -17,7 +17,7 @@ REQUIRED = (
     "SkyRL 1709", "SkyRL 1370", "SkyRL 1767", "SkyRL 1822", "transformers 45050", "transformers 45649",
     "transformers 48892", "verl 5995 and 6188", "verl 6405", "verl 7014", "verl 7495", "verl 7834", "TRL 5312",
     "torchtitan 4226 and 4783", "accelerate", "vLLM 42821", "vLLM on CPU", "ms-swift 10154",
-    "verl 6719", "verl 6921", "ms-swift 10012", "ART 883",
+    "verl 6719", "verl 6921", "ms-swift 10012", "ART 883", "NeMo RL 4018",
 )  # fmt: skip
 
 
@@ -27,7 +27,7 @@ def row(piece: Piece) -> str:
 
 
 def test_every_piece_is_exhibited():
-    assert test_held and test_steps and test_syncs and test_tokens
+    assert test_held and test_running_ahead and test_steps and test_syncs and test_tokens
     assert set(exhibited) == set(PIECES)
 
 
