@@ -32,9 +32,12 @@ PACKAGE = Path(__file__).parents[1]
 LIBRARIES = ("torch", "transformers", "tokenizers", "peft", "numpy")
 # Paths are each node's own. What lies there is compared: rows here, checkpoints when they are loaded (L111).
 _PATHS = {"model.path", "reference.path", "critic.path", "data.train", "data.evaluation", "output.folder"}
-_PATHS |= {"environment.python"}
-# How a node starts its ranks, and where rank 0 finds or keeps its server.
-_LOCAL = {"train.ranks", *(f"rollout.vllm.{key}" for key in ("url", "host", "port", "allow_remote", "log"))}
+_PATHS |= {"environment.python", "rollout.vllm.secret_file"}
+# How a node starts its ranks, and where rank 0 finds or keeps its servers.
+_LOCAL = {
+    "train.ranks",
+    *(f"rollout.vllm.{key}" for key in ("url", "devices", "host", "port", "allow_remote", "log")),
+}
 # In this order: another version of a library explains differences that follow.
 _FIXES = {
     "versions": "install the same versions on every node",

@@ -288,7 +288,7 @@ def tell(folder: str) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def story(models: dict[str, str]) -> list[dict[str, Any]]:
     """What each rank found."""
-    return run_ranks(2, tell, models["long"], timeout=550)
+    return run_ranks(2, tell, models["long"], timeout=550, group_timeout=LIMIT_S)
 
 
 @pytest.mark.slow

@@ -205,11 +205,12 @@ class _Counter:
         return {"export": self.models[POLICY].export}
 
     def _vllm(self) -> Parts:
-        """The server's part of the first rank's GPU."""
+        """The part of the first rank's GPU that servers have: without `devices`, one of them is taken to be on it."""
         settings = self.recipe.rollout.vllm
         if not self._starts_vllm() or not self.machine.gpu_bytes:
             return {}
-        return {"vLLM": int(settings.gpu_memory_utilization * self.machine.gpu_bytes)}
+        num = sum("0" in entry.split(",") for entry in settings.devices) if settings.devices else 1
+        return {"vLLM": int(num * settings.gpu_memory_utilization * self.machine.gpu_bytes)}
 
     def _starts_vllm(self) -> bool:
         rollout = self.recipe.rollout
