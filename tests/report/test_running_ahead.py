@@ -28,8 +28,8 @@ def ahead_metrics(step: int) -> dict[str, float]:
         "ahead/in_flight": 64.0 - step,
         "time/trainer_idle": 5.0 / step,
         "time/engine_idle": 0.5 * step,
-        "replica/vllm-0": share,
-        "replica/vllm-1": 1.0 - share,
+        "replica/0": share,
+        "replica/1": 1.0 - share,
         "mismatch/kl": 1e-4 * step,
         "correction/ess": 1.0 - 0.01 * step,
         "correction/masked": 0.002 * step,
@@ -37,7 +37,7 @@ def ahead_metrics(step: int) -> dict[str, float]:
 
 
 def completion(step: int, sample: int, **more: object) -> dict[str, object]:
-    origin = {"replica": f"vllm-{sample % 2}", "drawn_for": step, "versions": [[9, max(step - 3, 0)]]}
+    origin = {"replica": str(sample % 2), "drawn_for": step, "versions": [[9, max(step - 3, 0)]]}
     return line(step, sample, f"What is {step} + 1?", 1.0) | origin | more
 
 
@@ -84,7 +84,7 @@ def test_lag_idle_time_and_replicas_have_charts_of_their_own(tab, page):
     assert {"correction/ess", "correction/masked", "mismatch/kl", "version"} <= set(shown["Engine match"])
     said = captions(tab)
     assert said["lag/mean"] == "lag/meanlast: step 8mean 1.5max 2"
-    assert said["replica"] == "replicalast: step 8vllm-0 0.46vllm-1 0.54"
+    assert said["replica"] == "replicalast: step 80 0.461 0.54"
     assert said["time/trainer_idle"] == "time/trainer_idlelast: step 8trainer_idle 0.625engine_idle 4"
 
 
@@ -109,15 +109,15 @@ def test_a_run_that_does_not_run_ahead_has_none_of_it(tab, tmp_path):
 def test_each_sample_says_which_weights_and_which_engine_drew_it(tab, page):
     tab.open(page)
     assert tab.texts(".completion .origin") == [
-        "weights version 5 · 2 updates old · vllm-0",
-        "weights versions 5, 6 · 1 to 2 updates old · vllm-1 · drawn for step 9",
+        "weights version 5 · 2 updates old · replica 0",
+        "weights versions 5, 6 · 1 to 2 updates old · replica 1 · drawn for step 9",
     ]
-    assert tab.texts(".conversation .origin") == ["weights versions 5, 6 · 1 to 2 updates old · vllm-0"]
+    assert tab.texts(".conversation .origin") == ["weights versions 5, 6 · 1 to 2 updates old · replica 0"]
     tab.js(
         "(() => { const slider = document.querySelector('#sample-step'); slider.value = 0; slider.oninput; })()"
     )
     tab.set("#sample-step", "0")
-    assert tab.texts(".completion .origin")[0] == "weights version 0 · up to date · vllm-0"
+    assert tab.texts(".completion .origin")[0] == "weights version 0 · up to date · replica 0"
 
 
 def test_tokens_of_different_weights_are_told_apart(tab, page):

@@ -106,6 +106,23 @@ def test_kl_settings_that_make_sense_are_taken(overrides):
     load_recipe(TINY, overrides)
 
 
+# What is scored before the updates.
+
+
+@pytest.mark.parametrize(
+    ("settings", "scored"),
+    [
+        ({}, set()),
+        ({"correction": "mis"}, set()),
+        ({"updates_per_batch": 2}, {"old_logps"}),
+        ({"updates_per_batch": 2, "trust_region": "behaviour"}, set()),
+        ({"kl_coef": 0.1, "kl_in": "reward", "trust_region": "behaviour"}, {"old_logps", "ref_logps"}),
+    ],
+)
+def test_old_log_probs_are_scored_only_where_they_are_needed(settings, scored):
+    assert make_algorithm(Algorithm(**settings), Rollout()).columns == scored
+
+
 # Metrics.
 
 

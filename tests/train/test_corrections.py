@@ -124,6 +124,25 @@ def test_loss_gradient_and_metrics_are_those_of_the_formulas(case, has_old):
     assert told == pytest.approx(expected_metrics(case, gaps), rel=1e-5, abs=1e-6)
 
 
+@pytest.mark.parametrize("surrogate", ["clipped", "sequence", "detached"])
+def test_the_engines_policy_takes_the_place_of_the_old_one_in_every_surrogate(surrogate):
+    given, columns, counted = drawn_batch(seed=5)
+    mine = torch.tensor(counted)
+    columns = {name: torch.where(mine, column, 0.0) for name, column in columns.items()} | {
+        "sequence": columns["sequence"]
+    }
+    found = []
+    for settings, old in (
+        ({"trust_region": "behaviour"}, "old_logps"),
+        ({"correction": "none"}, "rollout_logps"),
+    ):
+        logps = torch.tensor(given).float().requires_grad_()
+        loss = policy_gradient(rollout_top_p=1.0, surrogate=surrogate, **settings)
+        row, _ = loss.function(Scored(logps, EMPTY, EMPTY), columns | {"old_logps": columns[old]})
+        found.append((row[mine], *torch.autograd.grad(row[mine].sum(), logps)))
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
+
+
 def test_masked_tokens_and_sequences_have_no_gradient():
     given, columns, counted = drawn_batch(seed=3)
     mine = torch.tensor(counted)

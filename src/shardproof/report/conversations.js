@@ -41,7 +41,7 @@ function origin(sample, step) {
   if (!drawn.length && !sample.replica) return [];
   const ages = Number.isFinite(step.version) ? drawn.map(version => step.version - version) : [], [low, high] = extent([ages]) || [0, 0];
   const age = !ages.length ? null : high === 0 ? "up to date" : `${low === high ? high : `${low} to ${high}`} update${high === 1 ? "" : "s"} old`;
-  return [versionWords(drawn), age, sample.replica || null, sample.drawn_for && sample.drawn_for !== step.step ? `drawn for step ${sample.drawn_for}` : null].filter(Boolean);
+  return [versionWords(drawn), age, sample.replica ? `replica ${sample.replica}` : null, sample.drawn_for && sample.drawn_for !== step.step ? `drawn for step ${sample.drawn_for}` : null].filter(Boolean);
 }
 const originBox = (sample, step) => { const words = origin(sample, step); return words.length ? make("small", { class: "origin", title: "which weights and which engine drew it" }, words.join(" · ")) : null; };
 function turnBox(segment) {
