@@ -21,7 +21,7 @@ from shardproof.rollout.replica_link import ReplicaLink
 from shardproof.rollout.trajectory import Segment, Trajectory
 from shardproof.rollout.vllm_client import GENERATE, Refused, Unreachable
 
-_MOST_FAILURES = 8  # attempts at one request in vain: it, and not the replicas, may be the reason
+_MOST_FAILURES = 4  # attempts at one request in vain: it, and not the replicas, may be the reason
 _TEMPORARY = (408, 425, 429)  # refusals of a request that is right
 
 
