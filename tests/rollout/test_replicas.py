@@ -335,6 +335,30 @@ def test_a_dead_replica_does_not_fail_the_proof_of_the_others(build):
     until(lambda: replicas.serving == ["0"])
 
 
+def test_a_replica_that_lost_its_label_is_out_and_does_not_fail_the_proof(build):
+    fakes, replicas = build()
+    replicas.deliver(payload(0))
+    with replicas.all[1].lock:  # its watch cannot do anything yet
+        fakes[1].serve("somebody", 9)
+        asking = threading.Thread(target=replicas.check_alone, args=(["0", "1"],))
+        asking.start()
+    asking.join()
+    until(lambda: replicas.serving == ["0", "1"] and labels(fakes) == [f"{RUN}/0"] * 2)
+
+
+def test_a_replica_whose_host_has_no_weights_waits_for_the_next_sync(build, caplog):
+    fakes, replicas = build()
+    replicas.deliver(payload(0))
+    gone = {"1": Finding("R505", "sync", "its host cannot be reached.")}
+    some = Delivered(1, canary_logprobs(1, CANARY), updates={"0": {"version": 1}})
+    replicas.deliver(some, lost=gone)
+    assert replicas.serving == ["0"]
+    until(lambda: "replica 1: its host did not get version 1; the next sync sends another." in caplog.text)
+    replicas.deliver(payload(2))
+    until(lambda: replicas.serving == ["0", "1"])
+    assert labels(fakes) == [f"{RUN}/2"] * 2
+
+
 def test_nobody_repairs_a_replica_that_sleeps(build):
     fakes, replicas = build()
     replicas.deliver(payload(0))

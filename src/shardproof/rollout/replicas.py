@@ -12,14 +12,13 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
 
-from shardproof.errors import ShardproofError, error_for, fail
+from shardproof.errors import error_for, fail
 from shardproof.findings import Finding
-from shardproof.rollout.sync import Delivered, Delivery, Proof, finding_of
-from shardproof.rollout.vllm_client import Deadline, Refused, Unreachable
+from shardproof.rollout.replica import Replica, side_by_side
+from shardproof.rollout.sync import Delivered, Delivery, Proof
+from shardproof.rollout.vllm_client import Deadline, Unreachable
 from shardproof.rollout.vllm_versions import Interface
 
 logger = logging.getLogger(__name__)
@@ -27,24 +26,8 @@ logger = logging.getLogger(__name__)
 _LOOK_S = 1.0  # between two looks at a replica that serves
 _MOST_WAIT_S = 10.0  # between two attempts to bring one back
 _ANSWER_S = 15.0  # for a question that needs no work
-_GLANCE_S = 0.05
+_HEALTH_S = 5.0  # for a server that is asked before a sync whether it lives
 _JOIN_S = 5.0
-
-
-class Replica:
-    """One server, and whether it serves. Who brings weights to it holds its lock."""
-
-    def __init__(self, delivery: Delivery):
-        self.delivery = delivery
-        self.lock = threading.Lock()
-        self.serving = False
-        self.repairing = False
-        self.look = threading.Event()  # its watch has something to do
-        self.problem = ""  # what was said last about why it is out
-
-    @property
-    def name(self) -> str:
-        return self.delivery.name
 
 
 class Replicas:
@@ -152,11 +135,11 @@ class Replicas:
             up = left
         ready: list[Replica] = []
         for some, wait in ((up, False), (left[len(up) :], True)):
-            free = [replica for replica in some if self._take(replica, wait)]
+            free = [replica for replica in some if replica.take(wait, self._seconds)]
             held += free
             if wait:
                 busy = fail("R505", "sync", "its server is being repaired, and does not come back.")
-                failed |= {r.name: self._finding(r, busy, "sync") for r in some if r not in free}
+                failed |= {r.name: self._finding(r, busy) for r in some if r not in free}
             failed |= self._each(free, lambda replica: replica.delivery.stage(payload, self._seconds))
             ready = [replica for replica in held if replica.name not in failed]
             if ready:
@@ -168,19 +151,11 @@ class Replicas:
         found: list[Replica] = []
 
         def ask(replica: Replica) -> None:
-            if replica.delivery.server.client.is_up():
+            if replica.delivery.server.client.is_up(_HEALTH_S):
                 found.append(replica)
 
         self._each(replicas, ask)
         return [replica for replica in replicas if replica in found]
-
-    def _take(self, replica: Replica, wait: bool) -> bool:
-        """Whether this thread holds a replica's lock now. One that is being repaired is waited for only with `wait`."""
-        limit = Deadline(self._seconds + replica.delivery.server.settings.start_timeout_s)
-        while not replica.lock.acquire(timeout=_GLANCE_S):
-            if limit.over or (replica.repairing and not wait):
-                return False
-        return True
 
     def _accept(self, payload: Delivered, done: Sequence[Replica]) -> None:
         with self._state:
@@ -231,25 +206,42 @@ class Replicas:
         """
         moved: list[str] = []
 
-        def ask(replica: Replica) -> None:
-            if not replica.delivery.is_unchanged(Deadline(self._seconds)):
-                moved.append(replica.name)
+        def ask(delivery: Delivery) -> None:
+            if not delivery.is_unchanged(Deadline(self._seconds)):
+                moved.append(delivery.name)
 
-        self._notice(self._each(self._named(self.serving), ask))
+        self._question(self.serving, ask)
         return sorted(moved)
 
     def check_alone(self, names: Sequence[str]) -> None:
         """Interrupt the requests of these replicas, and raise if one does not say what it said at its commit.
 
-        One that has died is taken out: what it drew carries the label of weights that were proved.
+        One that has died or lost its label is taken out: what it drew carries the label of weights that were proved.
         """
-        found = self._each(
-            self._named(names), lambda r: r.delivery.check_alone(Deadline(self._seconds)), stage="generate"
-        )
-        self._notice(found)
+        found = self._question(names, lambda delivery: delivery.check_alone(Deadline(self._seconds)))
         wrong = [finding for finding in found.values() if finding.code == "R503"]
         if wrong:
             raise error_for(wrong[:1])
+
+    def _question(self, names: Sequence[str], ask: Callable[[Delivery], None]) -> dict[str, Finding]:
+        """Ask those of these replicas that serve something; those that fail are taken out. Returns why, by name."""
+
+        def ask_one(replica: Replica) -> None:
+            if not replica.take(False, self._seconds):
+                return  # it is being repaired
+            try:
+                payload = self.committed
+                if payload is None or not replica.serving:
+                    return
+                if not replica.delivery.is_current(payload, _ANSWER_S):
+                    raise Unreachable("it has lost its label")
+                ask(replica.delivery)
+            finally:
+                replica.lock.release()
+
+        found = self._each(self._named(names), ask_one, stage="generate")
+        self._notice(found)
+        return found
 
     def _notice(self, problems: Mapping[str, Finding]) -> None:
         """Take out those that a question showed to be dead or wrong."""
@@ -324,11 +316,11 @@ class Replicas:
             was_serving, replica.serving = replica.serving, False
         if was_serving:
             gone = fail("R505", "sync", f"its server at {server.client.url} stopped or lost its weights.")
-            self._say_out(replica, self._finding(replica, gone, "sync"))
-        if not server.has_died and not server.client.is_up():
+            self._say_out(replica, self._finding(replica, gone))
+        if not server.has_died and not server.client.is_up(_ANSWER_S):
             if not server.is_ours:
                 gone = fail("R505", "sync", f"no vLLM server answers at {server.client.url}.")
-                return self._say_out(replica, self._finding(replica, gone, "sync"))
+                return self._say_out(replica, self._finding(replica, gone))
             server.kill()  # it hangs: nothing that is asked of it would come to an end
         payload = None
         while payload is not self.committed and not self._closed.is_set():
@@ -372,29 +364,7 @@ class Replicas:
     def _each(
         self, replicas: Sequence[Replica], action: Callable[[Replica], object], stage: str = "sync"
     ) -> dict[str, Finding]:
-        """Do something to replicas side by side; returns what went wrong, by name."""
+        return side_by_side(replicas, action, stage, several=len(self.all) > 1)
 
-        def attempt(replica: Replica) -> Finding | None:
-            try:
-                action(replica)
-            except (Unreachable, Refused, ShardproofError) as error:
-                return self._finding(replica, error, stage)
-            return None
-
-        if len(replicas) < 2:
-            found = [attempt(replica) for replica in replicas]
-        else:
-            with ThreadPoolExecutor(len(replicas)) as pool:
-                found = list(pool.map(attempt, replicas))
-        return {r.name: finding for r, finding in zip(replicas, found, strict=True) if finding is not None}
-
-    def _finding(self, replica: Replica, error: Exception, stage: str) -> Finding:
-        """What went wrong, with the replica's name if there are several, and what the server wrote if it is ours."""
-        finding, server = finding_of(error), replica.delivery.server
-        if not isinstance(error, ShardproofError):
-            finding = replace(finding, stage=stage)
-        if isinstance(error, Refused) and server.is_ours:
-            finding = replace(finding, message=f"{finding.message} It wrote:\n{server.log_tail()}\n")
-        if len(self.all) > 1:
-            finding = replace(finding, message=f"replica {replica.name}: {finding.message}")
-        return finding
+    def _finding(self, replica: Replica, error: Exception) -> Finding:
+        return replica.finding(error, "sync", several=len(self.all) > 1)

@@ -144,6 +144,9 @@ class Delivery:
 
     def stage(self, payload: Delivered, seconds: float) -> None:
         """Bring a payload and prove it: all phases but the commit. A server that is ours and not running is started."""
+        if payload.adapter is None and not self._update(payload):
+            message = f"its host did not get version {payload.version}; the next sync sends another."
+            raise fail("R505", "sync", message)
         self.server.ensure_up(seconds)
         deadline = Deadline(seconds)
         self.seconds = {}
@@ -188,10 +191,13 @@ class Delivery:
             client.post("/v1/load_lora_adapter", body, deadline)
             return
         client.post("/start_weight_update", None, deadline)
-        update = payload.updates.get(self.name, payload.update)
-        client.post("/update_weights", {"update_info": dict(update)}, deadline)
+        client.post("/update_weights", {"update_info": self._update(payload)}, deadline)
         self._check_reports(payload, deadline)
         client.post("/finish_weight_update", None, deadline)
+
+    def _update(self, payload: Delivered) -> dict[str, Any]:
+        """What this server's workers are told; empty if the payload did not get to their host."""
+        return dict(payload.updates.get(self.name, payload.update))
 
     def verify(self, payload: Delivered, deadline: Deadline) -> None:
         """See that every worker has every byte, and that the engine computes what the trainer computes."""

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
+from shardproof.dist.deadline import Deadline as Deadline  # what every call takes
+
 GENERATE = "/inference/v1/generate"  # completions for token ids
 _ERROR_CHARACTERS = 400
 
@@ -25,23 +27,6 @@ class Refused(Exception):
     def __init__(self, status: int, text: str):
         self.status = status
         super().__init__(text)
-
-
-class Deadline:
-    """Seconds that several calls share."""
-
-    def __init__(self, seconds: float):
-        self.seconds = seconds
-        self._end = time.monotonic() + seconds
-
-    @property
-    def left(self) -> float:
-        """What is left, never less than a millisecond."""
-        return max(self._end - time.monotonic(), 1e-3)
-
-    @property
-    def over(self) -> bool:
-        return time.monotonic() >= self._end
 
 
 class VllmClient:
@@ -60,10 +45,10 @@ class VllmClient:
         """The result of a worker's method, from every worker."""
         return self.post("/collective_rpc", {"method": method, "args": args}, deadline)["results"]
 
-    def is_up(self) -> bool:
-        """Whether the server answers its health check within a second."""
+    def is_up(self, seconds: float = 1.0) -> bool:
+        """Whether the server answers its health check in time."""
         try:
-            self.get("/health", Deadline(1.0))
+            self.get("/health", Deadline(seconds))
         except (Unreachable, Refused):
             return False
         return True
