@@ -15,6 +15,7 @@ import pytest
 from shardproof.errors import RolloutFault
 from shardproof.rl.conversations.conversation import Conversation
 from shardproof.rollout.engine import Request, Sampling
+from shardproof.rollout.token_ledger import TokenLedger
 from shardproof.rollout.trajectory import Segment, Trajectory
 from tests.rl.background_engine import LONG_S, FakeEngine, wait_until
 from tests.rl.background_parts import SAMPLING, USERS, make_rules, making, starts_from
@@ -89,7 +90,7 @@ def test_failures_that_are_to_end_the_run_are_raised_where_the_batch_is_awaited(
             assert caught.value.code == "R509"
         assert batch.done() == [] and batch.num_in_progress == 0
         wait_until(lambda: not parts.engine.waiting)
-        wait_until(lambda: closed.read_text().count("closed") == 3)
+        wait_until(lambda: closed.exists() and closed.read_text().count("closed") == 3)
         parts.engine.held = False
         assert len(parts.begin([{}]).wait()) == 1, "other batches go on"
 
@@ -229,6 +230,23 @@ def test_what_is_drawn_so_far_can_be_gone_on_from_and_tokens_keep_their_versions
         (segment,) = again.wait()[0].sampled
         assert segment.tokens[:2] == so_far.tokens and segment.version == 0
         assert segment.parts == ((2, 0), (len(segment.tokens) - 2, 1))
+
+
+def test_what_was_drawn_to_its_end_is_kept_while_it_is_scored_and_not_asked_for_again(users):
+    row = {"where": "reward", "leave": str(users / "begun"), "wait": str(users / "go on")}
+    with making(rewards=["talking_users:score"]) as parts:
+        batch = parts.begin([row])
+        wait_until((users / "begun").exists)
+        so_far = batch.so_far(0)
+        assert so_far is not None
+        (users / "go on").touch()
+        made = batch.wait()[0]
+        assert made.sampled == (so_far,) and batch.so_far(0) is None
+        ledger, (start,) = TokenLedger(), starts_from([row])
+        again = parts.background.begin([replace(start, begun=so_far)], SAMPLING, ledger)
+        facts = {name: value for name, value in made.facts.items() if name != "replica"}
+        assert again.wait()[0] == replace(made, facts=facts)
+        assert parts.engine.num_started == 1 and len(ledger) == 1
 
 
 def test_an_interrupt_reaches_a_caller_that_waits(users):

@@ -139,6 +139,7 @@ class BackgroundBatch:
         # The thread's alone, but for a look at what is drawn so far.
         self._running: dict[int, asyncio.Task[None]] = {}
         self._answering: dict[int, Answering] = {}
+        self._answered: dict[int, Segment] = {}  # the last turn of those that are not complete
         self._is_over = False
         common.call(self._begin, list(starts))
 
@@ -172,12 +173,14 @@ class BackgroundBatch:
         return {place: self._found.pop(place) for place in wanted}
 
     def so_far(self, place: int) -> Segment | None:
-        """What the engine has drawn of a trajectory, as `Start.begun` takes it; None for nothing.
+        """What the engine has drawn of a trajectory that is not complete, as `Start.begun` takes it; None for nothing.
 
         Conversations with an environment have none: it would begin anew.
         """
-        answering = self._answering.get(place) if self._common.conversations is None else None
-        return None if answering is None else answering.so_far
+        if self._common.conversations is not None:
+            return None
+        answering = self._answering.get(place)
+        return self._answered.get(place) if answering is None else answering.so_far
 
     def cancel(self, places: Iterable[int] | None = None) -> None:
         """Give these places up, all that were not taken if None: requests, conversations and rewards."""
@@ -206,7 +209,7 @@ class BackgroundBatch:
             with contextlib.suppress(queue.Empty):
                 return self._take(self._news.get(timeout=_LOOK_S if is_running else 0.0))
             if not is_running:
-                self._failure = self._failure or RuntimeError("the rollouts in the background are closed")
+                self._failure = self._failure or RuntimeError("background rollouts are closed")
                 return None
 
     def _take(self, news: tuple[int, Trajectory] | BaseException) -> int | None:
@@ -228,6 +231,7 @@ class BackgroundBatch:
 
     def _forget(self, place: int, _: object) -> None:
         del self._running[place]
+        self._answered.pop(place, None)
 
     def _cancel(self, places: set[int], done: queue.SimpleQueue[None]) -> None:
         tasks = [task for place, task in self._running.items() if place in places]
@@ -267,8 +271,21 @@ class BackgroundBatch:
     async def _complete(self, place: int, start: Start) -> Trajectory:
         """A trajectory without an environment: the prompt and one turn of the policy."""
         asked = Trajectory.of_prompt(start.prompt.tokens, start.group, start.sample)
-        answered = await self._turn(place, Request(asked, start.seed, begun=start.begun))
+        request = Request(asked, start.seed, begun=start.begun)
+        answered = self._already(place, request) or await self._turn(place, request)
         return with_text(answered, start.prompt, self._common.tokenizer)
+
+    def _already(self, place: int, request: Request) -> Trajectory | None:
+        """The answer, if all of it was drawn before the run was interrupted."""
+        begun, sampling = request.begun, self._sampling
+        if begun is None or not begun.tokens or begun.version is None:
+            return None
+        finished = begun.tokens[-1] in sampling.stop_ids
+        if not finished and len(begun.tokens) < sampling.max_new_tokens:
+            return None
+        answered = request.trajectory.extended(replace(begun, author="policy", trained=True), finished)
+        self._record(place, request, answered)
+        return answered
 
     async def _converse(self, place: int, start: Start, common: Conversations) -> Trajectory:
         """A whole conversation with an environment."""
@@ -300,14 +317,18 @@ class BackgroundBatch:
         self._answering[place] = answering
         try:
             answered = await asyncio.wrap_future(answering.future)
+            self._record(place, request, answered)
+            return answered
         finally:
             del self._answering[place]
+
+    def _record(self, place: int, request: Request, answered: object) -> None:
         if not isinstance(answered, Trajectory):
             message = f"the engine answered with a {type(answered).__name__}, not a Trajectory."
             raise fail("R500", "generate", message, fix="see docs/extending.md#an-engine")
         check = appended if self._ledger is None else self._ledger.record
         check(request.trajectory, answered)
-        return answered
+        self._answered[place] = answered.segments[-1]
 
     async def _rewarded(self, place: int, start: Start, trajectory: Trajectory) -> Trajectory:
         """With the rewards of functions and environment; the algorithm's penalty is not known here."""

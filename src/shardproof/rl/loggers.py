@@ -78,7 +78,8 @@ class Progress:
             self._report(shown, "step %d/%d  %s  left %.0f s", step, self._num_steps, shown, seconds)
         evaluation = describe_evaluation(metrics)
         if evaluation:
-            when = f"after step {step}" if step else "before the first step"
+            after = int(metrics.get("eval/step", step))  # one beside training began after an earlier step
+            when = f"after step {after}" if after else "before the first step"
             logger.info("evaluation %s: %s", when, evaluation)
 
     def close(self) -> None:

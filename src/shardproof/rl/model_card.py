@@ -83,7 +83,13 @@ def _results(run: Path) -> str:
     rows = []
     for step, metrics in found if len(found) == 1 else (found[0], found[-1]):
         error = metrics.get("eval/reward_se")
-        rows.append((step, f"{metrics['eval/reward']:.4f}", "" if error is None else f"{error:.4f}"))
+        rows.append(
+            (
+                int(metrics.get("eval/step", step)),
+                f"{metrics['eval/reward']:.4f}",
+                "" if error is None else f"{error:.4f}",
+            )
+        )
     return "## Held-out reward\n\n" + _table(("after step", "mean reward", "standard error"), rows)
 
 

@@ -130,8 +130,10 @@ class _Thread:
         """The thread: hand calls to the workers and record their answers until it is told to end."""
         pool, error = self._pool, None
         try:
-            while not self._closing:
+            while True:
                 self._do_tasks()
+                if self._closing:  # looked at after the byte that woke the thread was taken
+                    break
                 if pool.jobs or pool.busy:
                     pool.dispatch()
                     # All of them before any is recorded: a job that fails then ends workers.

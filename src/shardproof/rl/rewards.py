@@ -100,11 +100,13 @@ class RewardRunner(contextlib.AbstractContextManager["RewardRunner"]):
     def sum(self, found: Mapping[str, Outcome]) -> Reward:
         """A sample's rewards from what each function said."""
         total = sum(spec.weight * found[spec.name][0] for spec in self.specs)
-        parts = {spec.name: found[spec.name][0] for spec in self.specs}
-        failures = {spec.name: error for spec in self.specs if (error := found[spec.name][1]) is not None}
-        return Reward(
-            total, parts, failures, any(spec.weight and spec.name in failures for spec in self.specs)
-        )
+        parts, failures, failed = {}, {}, False
+        for spec in self.specs:
+            parts[spec.name], error = found[spec.name]
+            if error is not None:
+                failures[spec.name] = error
+                failed |= bool(spec.weight)
+        return Reward(total, parts, failures, failed)
 
 
 class PendingRewards(contextlib.AbstractContextManager["PendingRewards"]):
@@ -141,7 +143,8 @@ class PendingRewards(contextlib.AbstractContextManager["PendingRewards"]):
         """Each sample's rewards, as soon as all are there: in the order of their places, or as they were added."""
         for index, sample in enumerate(self._samples):
             for name in self._runner.inside:
-                self._record(Call(self._job, index, name, sample), attempt(BUILT_IN[name], sample))
+                found = attempt(BUILT_IN[name], sample)
+                self._outcomes[index, name] = self._runner.outcome(index, name, sample, found)
         if self._samples and self._runner.outside:
             self._ask((), last=True)
             self._failure = self._failure or self._settled.get()
