@@ -20,7 +20,7 @@ from shardproof.findings import Finding
 from shardproof.rollout import replicas as module
 from shardproof.rollout.replicas import Replicas
 from shardproof.rollout.sync import Delivered, Delivery
-from shardproof.rollout.vllm_places import places
+from shardproof.rollout.vllm_places import Place, places
 from shardproof.rollout.vllm_server import Served, VllmServer
 from tests.rollout.fake_vllm import LIMIT_S, FakeVllm, canary_logprobs
 
@@ -357,6 +357,24 @@ def test_a_replica_whose_host_has_no_weights_waits_for_the_next_sync(build, capl
     replicas.deliver(payload(2))
     until(lambda: replicas.serving == ["0", "1"])
     assert labels(fakes) == [f"{RUN}/2"] * 2
+
+
+@pytest.mark.parametrize(
+    ("device", "devices", "batches"),
+    [
+        ("cuda", ["0", "1", "0", ""], [["0", "1", "3"], ["2"]]),
+        ("cuda", ["", "", ""], [["0"], ["1"], ["2"]]),
+        ("cpu", ["", "", ""], [["0", "1", "2"]]),
+    ],
+)
+def test_servers_that_share_a_gpu_are_started_one_after_the_other(monkeypatch, device, devices, batches):
+    chosen, served = VllmSettings(replicas=len(devices)), Served(Path("model"), "float32", device)
+    servers = [VllmServer(chosen, served, Place(str(k), devices=each)) for k, each in enumerate(devices)]
+    replicas = Replicas([Delivery(server, RUN, CANARY, 1e-3, CONFIG) for server in servers], 1.0)
+    started: list[list[str]] = []
+    monkeypatch.setattr(replicas, "_each", lambda some, action: started.append([r.name for r in some]) or {})
+    replicas.start()
+    assert started == batches
 
 
 def test_nobody_repairs_a_replica_that_sleeps(build):

@@ -43,10 +43,24 @@ class Replicas:
         self._watches: list[threading.Thread] = []
 
     def start(self) -> None:
-        """Start or find all servers, side by side."""
-        problems = self._each(self.all, lambda replica: replica.delivery.server.ensure_up())
-        if problems:
-            raise error_for(list(problems.values())[:1])
+        """Start or find all servers, side by side; those that share a GPU one after the other.
+
+        While a server starts, vLLM measures what of a GPU's memory is free, and must be the only one that takes some.
+        """
+        waiting = list(self.all)
+        while waiting:
+            now, places = list[Replica](), set[str]()
+            for replica in waiting:
+                server = replica.delivery.server
+                alone = server.is_ours and server.served.device == "cuda"
+                if not alone or server.place.devices not in places:
+                    now.append(replica)
+                if alone:
+                    places.add(server.place.devices)
+            problems = self._each(now, lambda replica: replica.delivery.server.ensure_up())
+            if problems:
+                raise error_for(list(problems.values())[:1])
+            waiting = [replica for replica in waiting if replica not in now]
 
     def identify(self) -> Interface:
         """What the servers' version of vLLM has and takes; they must not differ in what dispatchers see."""

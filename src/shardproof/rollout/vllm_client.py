@@ -6,7 +6,6 @@ import contextlib
 import http.client
 import json
 import socket
-import time
 from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit

@@ -57,6 +57,7 @@ class Served:
     device: str  # "cpu" or "cuda"
     adapter_rank: int | None = None  # of the adapters that it will serve; None: none
     sleeps: bool = False  # it can be asked to give up its memory
+    records_experts: bool = False  # it returns the experts of each token
 
 
 class VllmServer:
@@ -215,10 +216,14 @@ def arguments(settings: VllmSettings, served: Served, interface: Interface) -> l
     ]
     found += ["--enforce-eager"] if _is_eager(settings, served) else []
     found += ["--enable-sleep-mode"] if served.sleeps else []
+    found += ["--enable-return-routed-experts"] if served.records_experts else []
     if settings.max_model_len is not None:
         found += ["--max-model-len", str(settings.max_model_len)]
     if served.device != "cpu":
         found += ["--gpu-memory-utilization", str(settings.gpu_memory_utilization)]
+    else:
+        # On CPUs vLLM 0.32 ends where it reads a prompt in several chunks for a request that has a seed.
+        found += ["--no-enable-chunked-prefill"]
     if served.adapter_rank is not None:
         # Two adapters have a place: the one that is served, and the one that a sync brings.
         rank = min(r for r in _ADAPTER_RANKS if r >= served.adapter_rank)
@@ -246,6 +251,10 @@ def environment(settings: VllmSettings, served: Served, devices: str = "") -> di
     if _is_eager(settings, served):
         # The sampler compiles helpers of its own even then, for 20 s before the first answer.
         defaults["TORCHDYNAMO_DISABLE"] = "1"
+    if served.records_experts and served.device == "cpu":
+        defaults["VLLM_USE_V2_MODEL_RUNNER"] = (
+            "1"  # on a CPU only this one returns experts, and has to be asked for
+        )
     if settings.transport == "ipc":
         # vLLM pickles CUDA's handles on their way through HTTP.
         defaults["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
