@@ -15,6 +15,7 @@ from typing import Any
 
 from shardproof.rollout.draft import Draft
 from shardproof.rollout.engine import Request, Sampling
+from shardproof.rollout.experts import ExpertShape
 from shardproof.rollout.fleet import Fleet
 from shardproof.rollout.replica_link import ReplicaAddress
 from shardproof.rollout.sending import Asked, Sending
@@ -27,7 +28,8 @@ class Dispatcher:
 
     `in_flight` is the most requests of this rank that one replica has at a time; the rest waits here, first in, first out.
     `request_timeout_s` is how long replicas may need for one request. Requests fail if no replica serves for `unserved_s`.
-    `look_s` and `silent_s` are explained at `Fleet`. With `adapter`, requests name the adapter of the version.
+    `look_s` and `silent_s` are explained at `Fleet`. With `adapter`, requests name the adapter of the version. With
+    `experts`, what the policy routes, answers have the experts of their tokens.
     """
 
     def __init__(
@@ -39,6 +41,7 @@ class Dispatcher:
         in_flight: int,
         request_timeout_s: float,
         adapter: bool = False,
+        experts: ExpertShape | None = None,
         unserved_s: float | None = None,
         look_s: float = 0.5,
         silent_s: float = 60.0,
@@ -47,6 +50,7 @@ class Dispatcher:
         self._unserved_s = request_timeout_s if unserved_s is None else unserved_s
         self._numbers = itertools.count()
         self._closed = False
+        self._experts = experts
         self._sending = Sending(in_flight, request_timeout_s, adapter)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="dispatcher", daemon=True)
@@ -55,7 +59,7 @@ class Dispatcher:
 
     def start(self, request: Request, sampling: Sampling) -> Asked:
         """Take a request; returns at once. To cancel its future gives it up, also at the replica."""
-        asked = Asked(Draft(request, sampling), next(self._numbers))
+        asked = Asked(Draft(request, sampling, self._experts), next(self._numbers))
         asked.future.add_done_callback(lambda future: self._notice(asked))
         self._loop.call_soon_threadsafe(self._sending.take, asked)
         return asked

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
 from shardproof.rollout.engine import Request, Sampling
+from shardproof.rollout.experts import ExpertShape
+from shardproof.rollout.returned_experts import Recorded, put_together
 from shardproof.rollout.trajectory import Segment, Trajectory
 
 Parts = tuple[tuple[int, int], ...]  # (number of tokens, version)
@@ -24,12 +28,22 @@ class Drawn:
     tokens: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
     parts: Parts = ()
+    # Of the sequence's tokens from the first without a record to the last but one, where they are recorded.
+    experts: np.ndarray | None = field(default=None, compare=False)
 
     def then(self, more: Drawn) -> Drawn:
         """With more at the end."""
         return Drawn(
-            self.tokens + more.tokens, self.logprobs + more.logprobs, joined(self.parts + more.parts)
+            self.tokens + more.tokens,
+            self.logprobs + more.logprobs,
+            joined(self.parts + more.parts),
+            put_together(self.experts, more.experts),
         )
+
+    def cut(self, num: int) -> Drawn:
+        """The first `num` tokens."""
+        versions = [version for count, version in self.parts for _ in range(count)][:num]
+        return Drawn(self.tokens[:num], self.logprobs[:num], joined([(1, version) for version in versions]))
 
     @property
     def segment_fields(self) -> dict[str, Any]:
@@ -48,6 +62,7 @@ class Choice:
     logprobs: tuple[float, ...]
     reason: str
     labels: tuple[tuple[int, str], ...] | None
+    experts: str | None = None  # as the server wrote them
 
     def drawn(self, versions: Sequence[tuple[int, int]]) -> Drawn:
         """The tokens up to the first of a version below 0, which does not count, nor does anything after it."""
@@ -63,9 +78,10 @@ class Choice:
 class Draft:
     """A request with what was drawn of its answer so far. `drawn` is replaced, never changed: any thread may read it."""
 
-    def __init__(self, request: Request, sampling: Sampling):
+    def __init__(self, request: Request, sampling: Sampling, experts: ExpertShape | None = None):
         self.request, self.sampling = request, sampling
-        self.drawn = _begun(request.begun)
+        self._recorded = Recorded(request.trajectory, experts) if experts is not None else None
+        self.drawn = _begun(request.begun, self._recorded)
         self.ended = False  # the server said that it is complete
 
     @property
@@ -86,7 +102,9 @@ class Draft:
         drawn = self.drawn
         if not drawn.tokens:
             return None
-        return Segment(drawn.tokens, "policy", drawn.logprobs, trained=True, **drawn.segment_fields)
+        experts = self._recorded.record(drawn.experts) if self._recorded is not None else None
+        fields = drawn.segment_fields
+        return Segment(drawn.tokens, "policy", drawn.logprobs, trained=True, experts=experts, **fields)
 
     def body(self, version: int, model: str | None) -> dict[str, Any]:
         """What a server of a version is asked: to go on after the tokens that were drawn.
@@ -108,31 +126,59 @@ class Draft:
             "stop_token_ids": list(sampling.stop_ids),
             "detokenize": False,
         }
+        if self._recorded is not None:
+            params["routed_experts_prompt_start"] = self._recorded.stop(self.drawn.experts)
         body = {"token_ids": [*self.request.tokens, *self.drawn.tokens], "sampling_params": params}
         return body if model is None else body | {"model": model}
 
     def add(self, choice: Choice, versions: Sequence[tuple[int, int]]) -> bool:
         """Take what counts of an answer; returns whether all of it did."""
         more = choice.drawn(versions)
-        self.drawn = self.drawn.then(more)
         all_counts = len(more.tokens) == len(choice.tokens)
+        if self._recorded is not None and more.tokens:
+            more = self._with_experts(more, choice, self._recorded)
+        self.drawn = self.drawn.then(more)
         self.ended = all_counts and choice.reason != "abort"
         return all_counts
+
+    def _with_experts(self, more: Drawn, choice: Choice, recorded: Recorded) -> Drawn:
+        """With the experts of what was read; of an interrupted answer only the tokens whose experts came."""
+        try:
+            rows = recorded.read(choice.experts)
+        except ValueError as error:
+            raise BadAnswer(f"the answer's experts cannot be read ({error})") from error
+        read = len(self.request.tokens) + len(self.drawn.tokens) - recorded.stop(self.drawn.experts)
+        num = min(len(more.tokens), len(rows) + 1 - read)  # nobody has read the last token
+        if num < len(more.tokens):
+            if choice.reason != "abort":
+                raise BadAnswer(
+                    f"the answer has {len(rows)} experts for {read + len(more.tokens) - 1} tokens"
+                )
+            more = more.cut(max(num, 0))
+        return replace(more, experts=rows[: read + num - 1]) if num > 0 else more
 
     def answer(self, replica: str) -> Trajectory:
         """The trajectory with what was drawn at its end."""
         drawn = self.drawn
         finished = drawn.tokens[-1] in self.sampling.stop_ids
-        found = self.request.answered(drawn.tokens, drawn.logprobs, finished, **drawn.segment_fields)
+        experts = self._recorded.record(drawn.experts) if self._recorded is not None else None
+        fields = drawn.segment_fields
+        found = self.request.answered(drawn.tokens, drawn.logprobs, finished, experts=experts, **fields)
         return replace(found, facts={**found.facts, "replica": replica}) if replica else found
 
 
-def _begun(segment: Segment | None) -> Drawn:
-    """What a segment has; nothing if it does not say who drew its tokens."""
+def _begun(segment: Segment | None, recorded: Recorded | None) -> Drawn:
+    """What a segment has; nothing if it does not say who drew its tokens, or with which experts."""
     if segment is None or not segment.tokens or segment.logprobs is None or segment.version is None:
         return Drawn()
     parts = segment.parts or ((len(segment.tokens), segment.version),)
-    return Drawn(tuple(segment.tokens), tuple(segment.logprobs), joined(parts))
+    drawn = Drawn(tuple(segment.tokens), tuple(segment.logprobs), joined(parts))
+    if recorded is None:
+        return drawn
+    if not recorded.fits(segment):
+        return Drawn()
+    assert segment.experts is not None
+    return replace(drawn, experts=segment.experts.rows)
 
 
 def joined(parts: Sequence[tuple[int, int]]) -> Parts:
@@ -171,7 +217,7 @@ def read_choice(reply: Any) -> Choice:
         raise BadAnswer(f"the answer ended with {reason!r} and has no token")
     if labels is not None and sum(num for num, _ in labels) != len(tokens):
         raise BadAnswer(f"the answer has {len(tokens)} tokens, its weight versions cover others")
-    return Choice(tokens, values, reason, labels)
+    return Choice(tokens, values, reason, labels, choice.get("routed_experts"))
 
 
 def _labels(spans: Sequence[dict[str, Any]]) -> tuple[tuple[int, str], ...]:

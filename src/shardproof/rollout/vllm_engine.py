@@ -27,8 +27,10 @@ from shardproof.findings import Finding
 from shardproof.rollout.asking import CollectiveRequests
 from shardproof.rollout.dispatcher import Dispatcher
 from shardproof.rollout.engine import Answering, Request, Sampling
+from shardproof.rollout.experts import ExpertShape
 from shardproof.rollout.replica_link import ReplicaAddress
 from shardproof.rollout.replicas import Replicas
+from shardproof.rollout.returned_experts import check_returns
 from shardproof.rollout.sync import CANARY_TOKENS, TOLERANCE, Delivered, Delivery, Proof
 from shardproof.rollout.trajectory import Trajectory
 from shardproof.rollout.vllm_client import Deadline
@@ -47,7 +49,10 @@ _PRIME = 7919
 
 
 class VllmEngine:
-    """vLLM servers that sample from the policy's weights. Collective: every rank makes it."""
+    """vLLM servers that sample from the policy's weights. Collective: every rank makes it.
+
+    With `experts`, the policy's `expert_shape`, answers have the experts of their tokens.
+    """
 
     version = -1
     asleep = False
@@ -59,8 +64,10 @@ class VllmEngine:
         tolerance: float | None = None,
         batch_size: int = 256,
         sleeps: bool = False,
+        experts: ExpertShape | None = None,
     ):
         self.policy = policy
+        self._experts = experts
         self.settings = settings or VllmSettings()
         self.proof: Proof | None = None
         self._adapter = policy.has_lora and self.settings.lora == "adapter"
@@ -86,6 +93,7 @@ class VllmEngine:
             in_flight=batch_size,
             request_timeout_s=self.settings.request_timeout_s,
             adapter=self._adapter,
+            experts=experts,
             unserved_s=self._sync_deadline_s if self._can_repair else _UNSERVED_S,
         )
         self._requests = CollectiveRequests(
@@ -133,7 +141,10 @@ class VllmEngine:
             assert self._folder is not None
             folder = self._folder / "config"
             described_config(self.policy).save_pretrained(folder)
-        return Served(folder, self._dtype, self.policy.device.type, rank, self._sleeps)
+        records = self._experts is not None
+        if records and not self.settings.urls:
+            check_returns(self.policy.device.type)
+        return Served(folder, self._dtype, self.policy.device.type, rank, self._sleeps, records)
 
     @property
     def delivery(self) -> Delivery | None:
@@ -290,15 +301,15 @@ class VllmEngine:
     def check_drawn(self) -> None:
         """Raise on every rank if a server's weights are not those that were proved when it got them.
 
+        Servers that are busy are not interrupted for it: a small change is found at the next sync, which pauses them.
         Collective: every rank.
         """
-        busy = self.dispatcher.num_unanswered > 0
+        busy = any(exchange(self.dispatcher.num_unanswered > 0))
         with self._deadline(self.settings.sync_timeout_s), together("generate") as message:
             if self.replicas is not None:
-                message.mine = self.replicas.moved()
+                message.mine = self.replicas.moved(busy)
         moved = message.rows[0]
         if moved:
-            # Other requests in the batch may have moved it a little: ask again without them.
             self._while_held(lambda replicas, drawn: replicas.check_alone(moved))
         self._unproved = busy
 

@@ -252,9 +252,8 @@ def environment(settings: VllmSettings, served: Served, devices: str = "") -> di
         # The sampler compiles helpers of its own even then, for 20 s before the first answer.
         defaults["TORCHDYNAMO_DISABLE"] = "1"
     if served.records_experts and served.device == "cpu":
-        defaults["VLLM_USE_V2_MODEL_RUNNER"] = (
-            "1"  # on a CPU only this one returns experts, and has to be asked for
-        )
+        # On CPUs only this one returns experts, and it has to be asked for.
+        defaults["VLLM_USE_V2_MODEL_RUNNER"] = "1"
     if settings.transport == "ipc":
         # vLLM pickles CUDA's handles on their way through HTTP.
         defaults["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
