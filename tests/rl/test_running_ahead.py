@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from shardproof.rl.versions import Versions, max_lag
+from shardproof.rl.versions import Versions, lag_of
 from shardproof.rollout.trajectory import Segment
 from tests.ranks import run_ranks, run_ranks_outcomes
 from tests.rl.runs import lines, run_recipe, small_recipe, trajectory, with_last
@@ -22,11 +22,14 @@ def test_the_lag_of_a_token_is_counted_in_hand_overs_that_changed_the_weights():
     for version in (0, 3, 3, 6):
         versions.hand_over(version)
     assert [versions.lag(version) for version in (6, 3, 0, 1, None)] == [0, 1, 2, None, None]
-    assert Versions(versions.to_json()).lag(0) == 2
+    resumed = Versions()
+    resumed.restore(versions.to_json())
+    resumed.hand_over(6)
+    assert resumed.lag(0) == 2
     several = Segment((1, 2, 3), "policy", (0.0,) * 3, 3, trained=True, parts=((1, 3), (2, 6)))
-    assert max_lag([several], versions) == 1
-    assert max_lag([], versions) == 0
-    assert max_lag([Segment((1,), "policy", (0.0,), 5)], versions) is None
+    assert lag_of([several], versions) == 1
+    assert lag_of([], versions) == 0
+    assert lag_of([Segment((1,), "policy", (0.0,), 5)], versions) is None
 
 
 def run_and_note(recipe: str) -> tuple[list[Any], list[dict[str, float]]]:
@@ -97,7 +100,7 @@ def run_with_versions(recipe: str, rank: int, older: int) -> dict[str, float]:
         made = complete(self, requests, sampling)
         if dist.get_rank() == rank and len(requests) > 1 and self.version >= 2:
             parts = ((1, self.version - older), (len(made[3].segments[-1].tokens) - 1, self.version))
-            made[3] = with_last(made[3], parts=parts)
+            made[3] = with_last(made[3], parts=parts, version=self.version - older)
         return made
 
     with pytest.MonkeyPatch.context() as patch:

@@ -84,6 +84,14 @@ def resume(
     return restore(policy, optimizer, scheduler, state, keep_settings)
 
 
+def read_files(folder: str | os.PathLike[str], which: str, prefix: str) -> dict[str, bytes]:
+    """The further files of a checkpoint whose names begin so, of all ranks, each compared with its checksum."""
+    with _reading():
+        chosen = find_checkpoint(Path(folder), which)
+        noted = read_sums(chosen)
+        return {name: read_checked(chosen, name, noted) for name in sorted(noted) if name.startswith(prefix)}
+
+
 def _check_schedule(scheduler: LRScheduler | None, keep_settings: bool) -> None:
     if keep_settings and scheduler is not None and not isinstance(scheduler, LambdaLR):
         message = f"keep_settings=True cannot compute the learning rate of a {type(scheduler).__name__}."

@@ -6,7 +6,8 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,13 +60,15 @@ def save_checkpoint(
     step: int | None = None,
     keep: int | None = 3,
     background: bool = False,
+    files: Mapping[str, bytes] | None = None,
 ) -> PendingSave:
     """Save model, optimizer, schedule, random state and `extra` (anything that JSON can hold) as `folder`/step-N.
 
     The checkpoint appears complete or not at all; older ones than the newest `keep` are deleted. With `background` the
     call returns at once, and copying and writing run during training. Only the next change of the weights waits for
     the copy: a step of any optimizer, `policy.offload`, or code that calls `policy.before_change`. Call `wait()` on the
-    result before the process ends. Only one process at a time can save into a folder.
+    result before the process ends. Only one process at a time can save into a folder. `files` are further files of this
+    rank, under names that no other rank uses; `read_files` reads them.
 
     Collective: every rank. Memory: in the background, a host copy of this rank's state.
     """
@@ -86,7 +89,7 @@ def save_checkpoint(
         state = describe(policy, optimizer, scheduler, extra or {})
         partial = root / f"{PARTIAL}{number:08d}-{broadcast(secrets.token_hex(4))}"
         ranges = model_ranges(policy) | (optimizer_ranges(policy, optimizer) if optimizer is not None else {})
-        save = _Save(policy, root, partial, number, keep, state, lock, saver.join_group())
+        save = _Save(policy, root, partial, number, keep, state, dict(files or {}), lock, saver.join_group())
         snapshot = Snapshot(policy, ranges)
     except BaseException:
         lock.release()
@@ -139,6 +142,7 @@ class _Save:
     number: int
     keep: int | None
     state: dict[str, Any]
+    files: dict[str, bytes]
     lock: FolderLock
     group: dist.ProcessGroup
 
@@ -183,8 +187,8 @@ class _Save:
         share(self.group, problem=problem)
         return copies
 
-    def write(self, ranges: dict[str, LocalShard], snapshot: Snapshot | None) -> list[Sum]:
-        """Write every rank's tensors, the index and the state; returns the sums of all files.
+    def write(self, ranges: dict[str, LocalShard], snapshot: Snapshot | None) -> list[list[Sum]]:
+        """Write every rank's tensors and further files, the index and the state; returns the sums of each rank's files.
 
         With `snapshot` the ranges are the policy's own memory, which must still be what it was.
         """
@@ -197,18 +201,21 @@ class _Save:
             part, size, crc = write_ranges(self.partial / name, _without_replicas(self.policy, ranges))
             if snapshot is not None:
                 snapshot.check(ranges)
-            mine = [part, [name, size, crc]]
+            mine = [
+                part,
+                [(name, size, crc), *(_write_file(self.partial / n, raw) for n, raw in self.files.items())],
+            ]
         except Exception as error:  # of the disk, memory or the device: the others wait for what it says
             problem = error
         parts = share(self.group, mine, problem)
-        sums: list[Sum] = [(name, size, crc) for _, (name, size, crc) in parts]
+        sums: list[list[Sum]] = [[(name, size, crc) for name, size, crc in rows] for _, rows in parts]
         self._first_alone(lambda: self._write_index([part for part, _ in parts], sums))
         return sums
 
-    def _write_index(self, parts: list[Any], sums: list[Sum]) -> None:
+    def _write_index(self, parts: list[Any], sums: list[list[Sum]]) -> None:
         """Write the index of all tensors, if none is missing."""
         index = merge_index(parts)
-        sizes = {name: size for name, size, _ in sums}
+        sizes = {name: size for rows in sums for name, size, _ in rows}
         check_index(index, self.final.name, sizes, stage="save", code="E408")
         write_atomic(self.partial / INDEX_NAME, json.dumps(index))
 
@@ -216,12 +223,13 @@ class _Save:
         self.partial.mkdir()
         write_atomic(self.partial / STATE_NAME, json.dumps(self.state))
 
-    def publish(self, sums: list[Sum]) -> Path:
+    def publish(self, sums: list[list[Sum]]) -> Path:
         """Note the checksums of everything and give the folder its name, if rank 0 sees all that was written."""
-        written = [(rank, name, size) for rank, (name, size, _) in enumerate(sums)]
+        written = [(rank, name, size) for rank, rows in enumerate(sums) for name, size, _ in rows]
         self._first_alone(lambda: check_seen(self.partial, written, "save"))
+        every = [each for rows in sums for each in rows]
         self._first_alone(
-            lambda: write_sums(self.partial, [*sums, *sums_of(self.partial, [STATE_NAME, INDEX_NAME])])
+            lambda: write_sums(self.partial, [*every, *sums_of(self.partial, [STATE_NAME, INDEX_NAME])])
         )
         self._first_alone(lambda: publish(self.root, self.partial, self.final, self.keep))
         return self.final
@@ -235,6 +243,14 @@ class _Save:
             except Exception as error:
                 problem = error
         share(self.group, problem=problem)
+
+
+def _write_file(path: Path, content: bytes) -> Sum:
+    with path.open("xb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    return path.name, len(content), zlib.crc32(content)
 
 
 def _without_replicas(policy: ShardedModel, ranges: dict[str, LocalShard]) -> dict[str, LocalShard]:

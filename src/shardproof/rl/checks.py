@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import AutoTokenizer, PretrainedConfig
 
-from shardproof.config.schema import Model, Recipe
+from shardproof.config.schema import Model, Recipe, Rollout
 from shardproof.environments.pool import EnvironmentPool
 from shardproof.errors import fail
 from shardproof.model.families import check_sequence_parallel, max_positions
@@ -191,3 +191,12 @@ def _require_room(recipe: Recipe, prompts: list[Prompt], limit: int | None) -> N
             where = f"environment.max_tokens={limit}"
         message = f"a prompt of {num} tokens with {what} does not fit {where}: {longest.text[:60]!r}."
         raise fail("C005", "data", message, fix="leave long rows out, or lower rollout.max_new_tokens")
+
+
+def check_ahead(rollout: Rollout) -> None:
+    """Raise if an engine that samples while the policy trains would have to share its memory with the policy."""
+    shared = [name for name in ("sleep", "offload_policy") if getattr(rollout, name)]
+    if rollout.ahead and shared:
+        message = f"rollout.ahead={rollout.ahead} and rollout.{shared[0]}=true exclude each other: the engine samples while the policy trains, so neither can lend its memory to the other."
+        fix = f"set rollout.{shared[0]}=false, or rollout.ahead=0"
+        raise fail("C001", "rollout", message, fix=fix)

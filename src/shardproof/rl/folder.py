@@ -13,16 +13,17 @@ import torch
 import torch.distributed as dist
 
 from shardproof.checkpoints.folders import checkpoint_name
-from shardproof.checkpoints.resume import resume
+from shardproof.checkpoints.resume import read_files, resume
 from shardproof.checkpoints.save import save_checkpoint
 from shardproof.config.schema import Recipe
-from shardproof.dist.collectives import exchange
+from shardproof.dist.collectives import exchange, together
 from shardproof.errors import ShardproofError, error_for, fail
 from shardproof.export.pretrained import save_pretrained
 from shardproof.files import FolderLock, append_line, current_folder, replace_folder
 from shardproof.report.page import write_report
 from shardproof.report.read import EVENTS_NAME
-from shardproof.rl.data import Prompt, PromptStream
+from shardproof.rl.buffer import Buffer
+from shardproof.rl.data import Prompt
 from shardproof.rl.hub import publish
 from shardproof.rl.loggers import LINES, JsonLines, Logger, Progress, supersede
 from shardproof.rl.place import (
@@ -39,6 +40,7 @@ from shardproof.rl.place import (
 from shardproof.rl.proofs import proving
 from shardproof.rl.run_facts import take_facts, write_facts
 from shardproof.rl.same_run import Resume, take_digests
+from shardproof.rl.saved_rounds import FILE_PREFIX, buffer_files, describe_buffer, restore_buffer
 from shardproof.rl.trackers import Trackers
 from shardproof.shard.sharded_model import ShardedModel
 from shardproof.train.trainer import Trainer
@@ -226,7 +228,7 @@ def _unwritten(problem: str) -> ShardproofError:
     )
 
 
-def resume_last(folder: RunFolder, policy: Trainer, critic: Trainer | None, stream: PromptStream) -> int:
+def resume_last(folder: RunFolder, policy: Trainer, critic: Trainer | None, buffer: Buffer) -> int:
     """Load the last checkpoint, or the one that was asked for; returns the number of steps taken.
 
     Settings of optimizer and schedule stay the recipe's: what the user allowed to change takes effect, at once.
@@ -246,12 +248,28 @@ def resume_last(folder: RunFolder, policy: Trainer, critic: Trainer | None, stre
         with proving(folder, folder.step, "resume", "critic") as proof, _naming_older(found):
             _resume(folder.path / CRITIC, critic, checkpoint_name(extra["step"]))
             proof.text = f"resumed from step {extra['step']}"
-    stream.position = extra["position"]
+    buffer.stream.position = extra["position"]
+    if "buffer" in extra:  # not in checkpoints of versions before 0.5
+        _resume_buffer(folder, buffer, extra, found)
     return int(extra["step"])
 
 
 def _resume(folder: Path, trained: Trainer, which: str) -> dict[str, Any]:
     return resume(folder, trained.model, trained.optimizer, trained.scheduler, which, keep_settings=True)
+
+
+def _resume_buffer(folder: RunFolder, buffer: Buffer, extra: dict[str, Any], steps: Sequence[int]) -> None:
+    """Take over what was begun for later steps. Collective: every rank."""
+    with (
+        proving(folder, folder.step, "resume", "buffer") as proof,
+        _naming_older(steps),
+        together("resume"),
+    ):
+        files = read_files(folder.path / CHECKPOINTS, checkpoint_name(extra["step"]), FILE_PREFIX)
+        restore_buffer(buffer, extra["buffer"], files)
+        if buffer.rounds:
+            num = sum(len(each.known) for each in buffer.rounds)
+            proof.text = f"resumed with {num} trajectories that were begun for later steps"
 
 
 @contextmanager
@@ -267,12 +285,16 @@ def _naming_older(steps: Sequence[int]) -> Iterator[None]:
         raise error_for([replace(finding, fix=fix) for finding in error.findings]) from error
 
 
-def save(folder: RunFolder, policy: Trainer, critic: Trainer | None, stream: PromptStream, step: int) -> None:
+def save(folder: RunFolder, policy: Trainer, critic: Trainer | None, buffer: Buffer, step: int) -> None:
     """Checkpoint everything. The policy's is written last: it is the one that says a step is complete.
 
     Collective: every rank.
     """
     keep, name = folder.recipe.output.keep, checkpoint_name(step)
+    files: dict[str, bytes] = {}
+    if buffer.rounds:  # on every rank, or on none
+        with together("save"):
+            files = buffer_files(buffer)
     logger.info("saving the checkpoint of step %d ...", step)
     if critic is not None:
         with proving(folder, step, "checkpoint", "critic", path=f"{CRITIC}/{name}") as proof:
@@ -285,7 +307,7 @@ def save(folder: RunFolder, policy: Trainer, critic: Trainer | None, stream: Pro
                 keep=keep + 1,
             )
             proof.text = f"saved the critic after step {step}"
-    extra = {"step": step, "position": stream.position}
+    extra = {"step": step, "position": buffer.stream.position, "buffer": describe_buffer(buffer)}
     with proving(folder, step, "checkpoint", path=f"{CHECKPOINTS}/{name}") as proof:
         save_checkpoint(
             folder.path / CHECKPOINTS,
@@ -295,6 +317,7 @@ def save(folder: RunFolder, policy: Trainer, critic: Trainer | None, stream: Pro
             extra,
             step=step,
             keep=keep,
+            files=files,
         )
         proof.text = f"saved the policy after step {step}"
 

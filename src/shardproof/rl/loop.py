@@ -65,15 +65,14 @@ def _run(recipe: Recipe, folder: RunFolder, loggers: Sequence[Logger]) -> dict[s
             return _train(run, folder, stop, loggers)
         finally:
             gc.unfreeze()
-            run.buffer.close()
-            run.sampler.close()
+            run.close()
 
 
 def _train(run: Run, folder: RunFolder, stop: StopFlag, loggers: Sequence[Logger]) -> dict[str, float]:
     output = run.recipe.output
     with together("output"):
         folder.check_content(run.prompts, run.held_out)
-    step = saved = resume_last(folder, run.policy, run.critic, run.stream)
+    step = saved = resume_last(folder, run.policy, run.critic, run.buffer)
     if step >= run.recipe.train.steps:
         message = "nothing is left to train: step %d is saved and train.steps is %d; raise train.steps"
         logger.warning(message, step, run.recipe.train.steps)
@@ -93,7 +92,7 @@ def _train(run: Run, folder: RunFolder, stop: StopFlag, loggers: Sequence[Logger
             folder.log(step, metrics)
             stopping = folder.end_step(stop.number)
             if stopping or (output.save_every and step % output.save_every == 0):
-                save(folder, run.policy, run.critic, run.stream, step)
+                save(folder, run.policy, run.critic, run.buffer, step)
                 saved = step
     finally:
         folder.close_outputs()
@@ -101,7 +100,7 @@ def _train(run: Run, folder: RunFolder, stop: StopFlag, loggers: Sequence[Logger
         raise Stopped(stopping, step)
     if output.save_model:
         if saved < step:
-            save(folder, run.policy, run.critic, run.stream, step)
+            save(folder, run.policy, run.critic, run.buffer, step)
         save_model(folder, run.policy.model, step)
     return metrics
 
@@ -139,6 +138,8 @@ def _experience(run: Run, step: int) -> Experience:
     if not run.algorithm.spec.samples:
         return sft_batch(run.prompts, run.stream, train.prompts_per_step, run.share)
     experience = collect(run.buffer, run.scorers, run.algorithm, step=step)
+    if run.background is not None:
+        run.background.engine.check_drawn()
     if run.recipe.rollout.sleep:
         run.sampler.engine.sleep()
     return experience

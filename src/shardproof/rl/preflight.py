@@ -29,7 +29,7 @@ from shardproof.model.inventory import take_inventory
 from shardproof.model.roles import POLICY
 from shardproof.model.skeleton import build_skeleton
 from shardproof.rl.algorithms.registry import find_algorithm
-from shardproof.rl.checks import model_folder
+from shardproof.rl.checks import check_ahead, model_folder
 from shardproof.rl.hub import check_hub
 from shardproof.rl.place import CHECKPOINTS, check_folder, checkpoint_steps
 from shardproof.rl.same_run import Resume
@@ -246,12 +246,20 @@ def check_memory(start: Start) -> list[Finding]:
     return [_finding("memory", message, fix)]
 
 
+def check_running_ahead(start: Start) -> list[Finding]:
+    """The engine that samples while the policy trains needs no memory of the policy's."""
+    if start.recipe.rollout.engine == "vllm":
+        check_ahead(start.recipe.rollout)
+    return []
+
+
 CHECKS: tuple[Callable[[Start], list[Finding]], ...] = (
     check_versions,
     check_packages,
     check_accounts,
     check_devices,
     check_vllm,
+    check_running_ahead,
     check_output,
     check_disk,
     check_memory,

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from shardproof.dist.collectives import exchange, together
+from shardproof.rl.background import BackgroundBatch, BackgroundRollouts
 from shardproof.rl.conversations.measures import reward_sample, with_environment
 from shardproof.rl.conversations.steps import Start, starts_of
 from shardproof.rl.data import Prompt, Share
+from shardproof.rl.known import Known
 from shardproof.rl.rewards import PendingRewards
 from shardproof.rl.rollouts import Sampler
+from shardproof.rl.versions import lag_of
 from shardproof.rollout.engine import Sampling
-from shardproof.rollout.token_ledger import Sampled, TokenLedger
-from shardproof.rollout.trajectory import Reward, Segment, Trajectory
+from shardproof.rollout.token_ledger import TokenLedger
+from shardproof.rollout.trajectory import Reward, Trajectory, reward_of
 
 Key = tuple[int, int]  # of a trajectory in its round: group and sample
 
@@ -28,6 +32,7 @@ class Means:
     prompts: Sequence[Prompt]
     group_size: int
     share: Share  # of the prompts, that this rank takes
+    background: BackgroundRollouts | None = None  # None: the engine computes in this process
 
     @property
     def leads(self) -> bool:
@@ -36,27 +41,12 @@ class Means:
 
 
 @dataclass(frozen=True)
-class Known:
-    """What a checkpoint holds of a trajectory: all of it, or the beginning of its only turn."""
-
-    trajectory: Trajectory | None = None  # with its reward, if that was known
-    turns: tuple[Sampled, ...] = ()  # as the engine returned them
-    begun: Segment | None = None
-
-    @property
-    def sampled(self) -> tuple[Segment, ...]:
-        """What was drawn of it."""
-        if self.trajectory is not None:
-            return self.trajectory.sampled
-        return () if self.begun is None else (self.begun,)
-
-
-@dataclass(frozen=True)
 class Drawn:
-    """A prompt that was drawn: its place in its round, and its row of the data."""
+    """A prompt that was drawn: its number among those of its step, its row of the data, and its place in the stream."""
 
     group: int
     row: int
+    position: int
 
 
 class Round(ABC):
@@ -72,18 +62,28 @@ class Round(ABC):
         self.drawn = list(drawn)  # by all ranks
         self.known = dict(known or {})  # from a checkpoint, of all ranks
         self.ledger = TokenLedger()
-        self.is_begun = False
+        self.begun_at: int | None = None  # the step before which its oldest tokens may have been drawn
         self.starts: list[Start] = []  # of this rank
 
-    def begin(self, is_usable: Callable[[Known], bool] = lambda _: True) -> None:
-        """Have the round's trajectories made, but for those of a checkpoint that are usable. Collective: every rank."""
-        self.known = {key: known for key, known in self.known.items() if is_usable(known)}
+    @property
+    def is_begun(self) -> bool:
+        return self.begun_at is not None
+
+    def begin(self, step: int, max_lag: int) -> None:
+        """Have the round's trajectories made before this step, but for those of a checkpoint whose lag is not larger.
+
+        Collective: every rank.
+        """
+        versions = self.means.sampler.versions
+        lags = {key: lag_of(known.sampled, versions) for key, known in self.known.items()}
+        kept = {key: lag for key, lag in lags.items() if lag is not None and lag <= max_lag}
+        self.known = {key: known for key, known in self.known.items() if key in kept}
+        self.begun_at = step - max(kept.values(), default=0)
         asked = [(each.group, self.means.prompts[each.row]) for each in self.means.share.of(self.drawn)]
         self.starts = starts_of(self.means.sampler.seed, asked, self.means.group_size, self.step)
         for start in self.starts:
-            if (known := self.known.get((start.group, start.sample))) is not None:
+            if (known := self.known.get((start.group, start.sample))) is not None and known.turns:
                 self.ledger.put(start.group, start.sample, known.turns)
-        self.is_begun = True
         self._begin()
 
     def complete(self, start: Start) -> Trajectory | None:
@@ -93,12 +93,20 @@ class Round(ABC):
 
     def saved(self) -> dict[Key, Known]:
         """What a checkpoint has to keep of this rank's trajectories; waits for rewards of those that are drawn."""
-        return self._saved() if self.is_begun else {}
+        if self.is_begun:
+            return self._saved()
+        mine = {each.group for each in self.means.share.of(self.drawn)}
+        return {key: known for key, known in self.known.items() if key[0] in mine}
 
     @property
     @abstractmethod
     def num_complete(self) -> int:
-        """How many of this rank's trajectories are there."""
+        """How many of this rank's trajectories are there and not taken."""
+
+    @property
+    def num_in_progress(self) -> int:
+        """How many of this rank's trajectories are being made."""
+        return 0
 
     @abstractmethod
     def trajectories(self) -> list[Trajectory]:
@@ -124,6 +132,7 @@ class SampledRound(Round):
 
     _pending: PendingRewards | None = None
     _made: list[Trajectory]
+    _rewards: list[Reward] | None = None  # once they are known
 
     def _begin(self) -> None:
         sampler, starts = self.means.sampler, self.starts
@@ -153,17 +162,19 @@ class SampledRound(Round):
         return self._made
 
     def rewards(self) -> list[Reward]:
-        assert self._pending is not None, "the round is begun"
-        masks, nothing = self.means.sampler.masks_truncated, Reward(0.0)
-        found = iter(
-            self._pending.result()
-        )  # of those that had no reward, and whose environment did not fail
-        return [
-            made.reward
-            if made.reward is not None
-            else with_environment(made, nothing if made.ended == "failed" else next(found), masks)
-            for made in self._made
-        ]
+        if self._rewards is None:
+            assert self._pending is not None, "the round is begun"
+            masks, nothing = self.means.sampler.masks_truncated, Reward(0.0)
+            found = iter(
+                self._pending.result()
+            )  # of those that had no reward, and whose environment did not fail
+            self._rewards = [
+                made.reward
+                if made.reward is not None
+                else with_environment(made, nothing if made.ended == "failed" else next(found), masks)
+                for made in self._made
+            ]
+        return self._rewards
 
     def close(self) -> None:
         if self._pending is not None:
@@ -179,3 +190,115 @@ class SampledRound(Round):
             )
             for made, reward in zip(self._made, rewards, strict=True)
         }
+
+
+class BackgroundRound(Round):
+    """A round of an engine that answers in the background, from its prompts to its rewards.
+
+    Of ranks that share sequences the first one has it made, and hands what is taken to the others.
+    """
+
+    _batch: BackgroundBatch | None = None
+    _places: list[int]  # in `starts`, of the batch's
+    _found: dict[int, Trajectory]  # by their place in `starts`; complete, and not taken
+    _taken: list[Trajectory]
+
+    def _begin(self) -> None:
+        self._found, self._places, missing = {}, [], []
+        if not self.means.leads:
+            return
+        for place, start in enumerate(self.starts):
+            known = self.known.get((start.group, start.sample), Known())
+            if known.trajectory is not None and known.trajectory.reward is not None:
+                self._found[place] = known.trajectory
+            else:
+                self._places.append(place)
+                missing.append(replace(start, begun=known.begun))
+        background = self.means.background
+        assert background is not None, "the engine answers in the background"
+        self._batch = background.begin(missing, self.means.sampling, self.ledger)
+
+    @property
+    def num_complete(self) -> int:
+        return len(self._found) + (0 if self._batch is None else len(self._batch.done()))
+
+    @property
+    def num_in_progress(self) -> int:
+        return 0 if self._batch is None else self._batch.num_in_progress
+
+    def complete_groups(self) -> list[int]:
+        """This rank's groups of which every trajectory is complete, and which were not taken."""
+        self._look()
+        num: dict[int, int] = {}
+        for place in self._found:
+            group = self.starts[place].group
+            num[group] = num.get(group, 0) + 1
+        return [group for group, complete in num.items() if complete == self.means.group_size]
+
+    def trajectories(self, groups: Collection[int] | None = None) -> list[Trajectory]:
+        """This rank's, in order, as soon as they are there: of these groups, all if None. Each can be taken once.
+
+        Collective: every rank.
+        """
+        wanted = [k for k, start in enumerate(self.starts) if groups is None or start.group in groups]
+        with together("rollout"), self.means.sampler.lending():
+            self._taken = self._take(wanted) if self.means.leads else []
+        if self.means.share.sequence_parallel > 1:
+            self._taken = self._shared(self._taken)
+        self.drawn = [each for each in self.drawn if groups is not None and each.group not in groups]
+        return self._taken
+
+    def rewards(self) -> list[Reward]:
+        return [reward_of(made) for made in self._taken]
+
+    def give_up(self, groups: Collection[int]) -> None:
+        """Give these groups of all ranks up."""
+        places = {k for k, start in enumerate(self.starts) if start.group in groups}
+        self._found = {k: made for k, made in self._found.items() if k not in places}
+        self.drawn = [each for each in self.drawn if each.group not in groups]
+        if self._batch is not None:
+            self._batch.cancel([n for n, place in enumerate(self._places) if place in places])
+
+    def close(self) -> None:
+        if self._batch is not None:
+            self._batch.cancel()
+
+    def _saved(self) -> dict[Key, Known]:
+        saved: dict[Key, Known] = {}
+        open_groups = {each.group for each in self.drawn}
+        for number, place in enumerate(self._places):
+            start = self.starts[place]
+            if self._batch is not None and start.group in open_groups:
+                saved[start.group, start.sample] = Known(begun=self._batch.so_far(number))
+        with contextlib.suppress(Exception):  # which the step that takes the round raises, on every rank
+            self._look()
+        for made in self._found.values():
+            turns = self.ledger.turns(made.group, made.sample)
+            saved[made.group, made.sample] = Known(made, turns)
+        return saved
+
+    def _look(self) -> None:
+        """Fetch what is complete."""
+        if self._batch is not None and (done := self._batch.done()):
+            self._found |= {self._places[number]: made for number, made in self._batch.wait(done).items()}
+
+    def _take(self, places: Sequence[int]) -> list[Trajectory]:
+        """Wait for the trajectories of these places, which are forgotten then."""
+        self._look()
+        numbers = [n for n, place in enumerate(self._places) if place in set(places) - self._found.keys()]
+        if self._batch is not None and numbers:
+            self._found |= {self._places[n]: made for n, made in self._batch.wait(numbers).items()}
+        return [self._found.pop(place) for place in places]
+
+    def _shared(self, mine: Sequence[Trajectory]) -> list[Trajectory]:
+        """What the first of the ranks that share sequences took. Collective: every rank."""
+        known = [Known(made, self.ledger.turns(made.group, made.sample)) for made in mine]
+        rows = exchange([each.to_json() for each in known])
+        if self.means.leads:
+            return list(mine)
+        share = self.means.share
+        given = [Known.from_json(row) for row in rows[share.rank - share.rank % share.sequence_parallel]]
+        for each in given:
+            assert each.trajectory is not None
+            self.ledger.put(each.trajectory.group, each.trajectory.sample, each.turns)
+        return [each.trajectory for each in given if each.trajectory is not None]

@@ -22,18 +22,20 @@ from shardproof.export.stream import WeightStream
 from shardproof.rl.agreement import agree_on
 from shardproof.rl.algorithms.base import Algorithm
 from shardproof.rl.algorithms.registry import make_algorithm
+from shardproof.rl.background import BackgroundRollouts
 from shardproof.rl.buffer import Buffer
-from shardproof.rl.checks import Inputs, check_inputs, make_lora
+from shardproof.rl.checks import Inputs, check_ahead, check_inputs, make_lora
 from shardproof.rl.conversations.prepare import start_workers
 from shardproof.rl.conversations.waves import Conversations
 from shardproof.rl.data import Prompt, PromptStream, Share
 from shardproof.rl.drift import MismatchWatch
 from shardproof.rl.experience import Scorers
+from shardproof.rl.finished import FinishedBuffer
 from shardproof.rl.proofs import Ledger, proved_load
 from shardproof.rl.rewards import RewardRunner, RewardSpec
 from shardproof.rl.rollouts import Sampler
 from shardproof.rl.rounds import Means
-from shardproof.rollout.engine import Engine, Sampling
+from shardproof.rollout.engine import BackgroundEngine, Engine, Sampling
 from shardproof.rollout.experts import ExpertShape
 from shardproof.rollout.local import EmbeddedEngine, ShardedEngine
 from shardproof.rollout.recording import expert_shape
@@ -66,6 +68,18 @@ class Run:
     share: Share  # of the prompts, that this rank takes
     canary: tuple[int, ...]  # a prompt on which engine and trainer are compared
     drift: MismatchWatch = field(default_factory=MismatchWatch)
+
+    @property
+    def background(self) -> BackgroundRollouts | None:
+        """What samples while the policy trains; None if the engine computes in this process."""
+        return self.buffer.means.background
+
+    def close(self) -> None:
+        """Give up what is begun, and end engine, environment and rewards' workers."""
+        self.buffer.close()
+        if self.background is not None:
+            self.background.close()
+        self.sampler.close()
 
 
 def set_up(recipe: Recipe, ledger: Ledger | None = None, step: int = 0) -> Run:
@@ -134,12 +148,8 @@ def _load(
             replay,
         ),
         sampler=sampler,
-        buffer=Buffer(
-            Means(sampler, sampling, inputs.prompts, rollout.group_size, share),
-            stream,
-            num_prompts=train.prompts_per_step,
-            num_steps=train.steps,
-            ahead=rollout.ahead,
+        buffer=_make_buffer(
+            recipe, Means(sampler, sampling, inputs.prompts, rollout.group_size, share), stream
         ),
         weights=WeightStream(policy, policy.settings.compute_dtype),
         prompts=inputs.prompts,
@@ -181,6 +191,25 @@ def _make_sampler(
         conversations,
         lending,
     )
+
+
+def _make_buffer(recipe: Recipe, means: Means, stream: PromptStream) -> Buffer:
+    """What is sampled to be trained on; in the background, if the engine can do that."""
+    sampler, rollout, train = means.sampler, recipe.rollout, recipe.train
+    sizes = {"num_prompts": train.prompts_per_step, "num_steps": train.steps, "ahead": rollout.ahead}
+    if not isinstance(sampler.engine, BackgroundEngine) or sampler.rewards is None:
+        # What is begun is complete at once: both orders are the same.
+        return Buffer(means, stream, **sizes)
+    try:
+        check_ahead(rollout)
+    except BaseException:
+        sampler.close()
+        raise
+    background = BackgroundRollouts(sampler.engine, sampler.tokenizer, sampler.rewards, sampler.conversations)
+    means = replace(means, background=background)
+    if rollout.order == "finished":
+        return FinishedBuffer(means, stream, **sizes, drops=rollout.too_old == "drop")
+    return Buffer(means, stream, **sizes)
 
 
 @contextmanager

@@ -22,8 +22,8 @@ class Versions:
     version, as at a resume or after an update that was skipped, is not counted.
     """
 
-    def __init__(self, handed: Sequence[int] = ()):
-        self._handed = list(handed)
+    def __init__(self) -> None:
+        self._handed: list[int] = []
 
     def hand_over(self, version: int) -> None:
         """Note that the engine has this version from now on."""
@@ -39,7 +39,12 @@ class Versions:
         return self._handed[-1] if self._handed else None
 
     def to_json(self) -> list[int]:
+        """What `restore` takes."""
         return list(self._handed)
+
+    def restore(self, handed: Sequence[int]) -> None:
+        """Go on where a checkpoint was saved."""
+        self._handed = list(handed)
 
 
 def token_counts(segments: Iterable[Segment]) -> Iterator[tuple[int, int | None]]:
@@ -48,7 +53,7 @@ def token_counts(segments: Iterable[Segment]) -> Iterator[tuple[int, int | None]
         yield from segment.parts or ((len(segment.tokens), segment.version),)
 
 
-def max_lag(segments: Iterable[Segment], versions: Versions) -> int | None:
+def lag_of(segments: Iterable[Segment], versions: Versions) -> int | None:
     """The lag of the oldest token; None if a version is unknown."""
     lags = [versions.lag(version) for _, version in token_counts(segments)]
     known = [lag for lag in lags if lag is not None]
@@ -105,8 +110,20 @@ def ahead_metrics(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """The metrics of running ahead, from the facts of all ranks: see `Buffer.facts`."""
     lags = [(lag, num) for row in rows for lag, num in row["lags"]]
     num_tokens = sum(num for _, num in lags)
-    return {
+    found = {
         "lag/mean": sum(lag * num for lag, num in lags) / max(num_tokens, 1),
         "lag/max": float(max((lag for lag, num in lags if num), default=0)),
         "ahead/buffered": float(sum(row["buffered"] for row in rows)),
     }
+    if "in_flight" not in rows[0]:
+        return found
+    num_made = max(sum(row["made"] for row in rows), 1)
+    found["ahead/in_flight"] = float(sum(row["in_flight"] for row in rows))
+    found["ahead/interrupted"] = sum(row["interrupted"] for row in rows) / num_made
+    found["ahead/dropped"] = float(rows[0]["dropped"])  # every rank counts those of all
+    for name in sorted({name for row in rows for name in row["replicas"]}):
+        found[f"replica/{name}"] = sum(row["replicas"].get(name, 0) for row in rows) / num_made
+    for name in sorted({name for row in rows for name in row["activity"]}):
+        # A replica is idle while no rank has a request there: at most as long as any rank says.
+        found[name] = min(row["activity"].get(name, 0.0) for row in rows)
+    return found
