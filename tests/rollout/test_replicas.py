@@ -90,7 +90,7 @@ def test_one_payload_reaches_all(build, vllm):
         assert labels(fakes) == [f"{RUN}/{version}"] * 3
         assert [fake.weights for fake in fakes] == [version] * 3
         assert replicas.serving == ["0", "1", "2"]
-    assert replicas.moved() == []
+    assert replicas.moved(busy=False) == []
 
 
 def test_none_serves_a_version_before_all_have_decided(build):
@@ -298,7 +298,7 @@ def test_weights_that_were_replaced_are_named_with_their_replica(build):
     replicas.deliver(payload(0))
     replicas.deliver(payload(1))
     fakes[1].weights = 0  # reload_weights: the label stays
-    assert replicas.moved() == ["1"]
+    assert replicas.moved(busy=False) == replicas.moved(busy=True) == ["1"]
     message = failure(replicas.check_alone, ["1"])
     assert (
         "R503 generate: replica 1: the server's log-probs of the canary moved by 1 since version 1" in message
@@ -326,11 +326,21 @@ def test_servers_that_all_died_are_waited_for(build):
     until(lambda: replicas.serving == ["0", "1"])
 
 
+def test_a_small_change_is_found_once_the_replica_is_alone(build, monkeypatch):
+    _, replicas = build()
+    replicas.deliver(payload(0))
+    delivery = replicas.all[1].delivery
+    ask = delivery.ask_canary
+    monkeypatch.setattr(delivery, "ask_canary", lambda *given: [value + 1e-4 for value in ask(*given)])
+    assert replicas.moved(busy=True) == [] and replicas.moved(busy=False) == ["1"]
+    assert "replica 1: the server's log-probs" in failure(replicas.deliver, payload(1), drawn=True)
+
+
 def test_a_dead_replica_does_not_fail_the_proof_of_the_others(build):
     fakes, replicas = build()
     replicas.deliver(payload(0))
     fakes[1].kill()
-    assert replicas.moved() == []
+    assert replicas.moved(busy=False) == []
     replicas.check_alone(["0", "1"])
     until(lambda: replicas.serving == ["0"])
 

@@ -152,7 +152,7 @@ class Replicas:
             free = [replica for replica in some if replica.take(wait, self._seconds)]
             held += free
             if wait:
-                busy = fail("R505", "sync", "its server is being repaired, and does not come back.")
+                busy = fail("R505", "sync", "the server is being repaired, and did not come back in time.")
                 failed |= {r.name: self._finding(r, busy) for r in some if r not in free}
             failed |= self._each(free, lambda replica: replica.delivery.stage(payload, self._seconds))
             ready = [replica for replica in held if replica.name not in failed]
@@ -213,15 +213,15 @@ class Replicas:
 
     # What was drawn.
 
-    def moved(self) -> list[str]:
+    def moved(self, busy: bool) -> list[str]:
         """The names of those that serve and no longer say what they said when their weights were committed.
 
-        They go on answering meanwhile: `check_alone` tells whether that moved what they say.
+        They are not interrupted: if they are `busy`, only a large change counts here (see `Delivery.is_unchanged`).
         """
         moved: list[str] = []
 
         def ask(delivery: Delivery) -> None:
-            if not delivery.is_unchanged(Deadline(self._seconds)):
+            if not delivery.is_unchanged(Deadline(self._seconds), busy):
                 moved.append(delivery.name)
 
         self._question(self.serving, ask)
@@ -329,7 +329,7 @@ class Replicas:
         with self._state:
             was_serving, replica.serving = replica.serving, False
         if was_serving:
-            gone = fail("R505", "sync", f"its server at {server.client.url} stopped or lost its weights.")
+            gone = fail("R505", "sync", f"the server at {server.client.url} stopped or lost its weights.")
             self._say_out(replica, self._finding(replica, gone))
         if not server.has_died and not server.client.is_up(_ANSWER_S):
             if not server.is_ours:

@@ -100,12 +100,15 @@ class Delivery:
         except (Unreachable, Refused):
             return False
 
-    def is_unchanged(self, deadline: Deadline) -> bool:
+    def is_unchanged(self, deadline: Deadline, busy: bool) -> bool:
         """Whether the engine still says what it said when its weights were committed.
 
-        While it answers other requests too, kernels that depend on the batch may move what it says.
+        While it is `busy` with other requests, kernels that depend on the batch move what it says a little: then only a
+        change beyond what the canary allows at a sync is one.
         """
-        return self._moved(self.ask_canary(self.committed, deadline)) is None
+        said = self.ask_canary(self.committed, deadline)
+        assert self.said is not None
+        return within(distance(said, self.said), self.tolerance if busy else self.tolerance * _REPEATS)
 
     def check_alone(self, deadline: Deadline) -> None:
         """Interrupt all requests, and raise if the engine then no longer says what it said at the commit.
@@ -115,8 +118,9 @@ class Delivery:
         for path in ("/pause?mode=abort", "/resume"):
             self.server.client.post(path, None, deadline)
         said = self.ask_canary(self.committed, deadline)
-        moved = self._moved(said)
-        if moved is None:
+        assert self.said is not None
+        moved = distance(said, self.said)
+        if within(moved, self.tolerance * _REPEATS):
             return
         who = "its weights were replaced after the sync"
         if self.said_at_start is not None and within(
@@ -129,12 +133,6 @@ class Delivery:
         message = f"the server's log-probs of the canary moved by {moved:.3g} since version {version} was committed; {who}."
         fix = "do not call reload_weights or update_weights while the run uses the server"
         raise fail("R503", "generate", message, fix=fix)
-
-    def _moved(self, said: list[float]) -> float | None:
-        """How far the engine's log-probs of the canary moved since the commit; None if not at all."""
-        assert self.said is not None
-        moved = distance(said, self.said)
-        return None if within(moved, self.tolerance * _REPEATS) else moved
 
     def label(self, payload: Delivered) -> str:
         """The weight version that vLLM puts on completions."""

@@ -319,9 +319,10 @@ def test_answers_wait_for_a_client_that_is_slow(story):
 
 @pytest.mark.slow
 def test_an_update_interrupts_long_answers_and_each_token_names_its_weights(story):
+    assert any((1, 2) in found["interrupted"][0] for found in story)
     for found in story:
         said, lengths, gap = found["interrupted"]
-        assert (1, 2) in said and said <= {(1, 2), (2,)}
+        assert said <= {(1,), (1, 2), (2,)}  # some may have been complete, and some not begun
         assert lengths == {300}
         # Keys and values of the older weights were not read: the newer log-probs are exact.
         assert gap < 1e-3
