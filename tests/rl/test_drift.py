@@ -1,10 +1,14 @@
 """The warning about a growing mismatch: when it comes, and when it must not."""
 
+import json
 import random
+from typing import Any
 
 import pytest
 
 from shardproof.rl.drift import MismatchWatch
+from tests.ranks import run_ranks
+from tests.rl.runs import lines, run_recipe, small_recipe
 
 
 def warned(values):
@@ -71,3 +75,26 @@ def test_runs_without_the_metric_and_a_start_from_zero():
     assert not any(watch.see(step, {"reward/mean": 1.0}) for step in range(100))
     steps = warned([0.0] * 30 + [0.5] * 3)
     assert steps == [32]
+
+
+def run_with_growing_mismatch(recipe: str) -> None:
+    from shardproof.rl import loop
+
+    step_metrics, steps = loop.step_metrics, []
+
+    def grown(*given: Any) -> dict[str, float]:
+        steps.append(len(steps))
+        return step_metrics(*given) | {"mismatch/kl": 0.2 if len(steps) > 24 else 0.002}
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "step_metrics", grown)
+        run_recipe(recipe)
+
+
+@pytest.mark.distributed
+def test_a_run_notes_it_once_and_goes_on(tmp_path):
+    quick = ["train.steps=28", "output.eval_every=0", "output.save_model=false", "train.prompts_per_step=2"]
+    run_ranks(2, run_with_growing_mismatch, small_recipe(tmp_path, *quick))
+    (event,) = [line for line in lines(tmp_path / "events.jsonl") if line["kind"] == "finding"]
+    assert event["step"] == 26 and event["text"].startswith("R510 update: step 26: the mismatch KL")
+    assert json.loads((tmp_path / "run.json").read_text())["status"] == "finished"
