@@ -171,6 +171,18 @@ def test_a_replica_that_refuses_is_out_until_it_takes_the_weights(build, caplog)
     assert labels(fakes) == [f"{RUN}/2"] * 2 and fakes[0].weights == 2
 
 
+def test_a_replica_that_answers_nonsense_is_out_and_its_watch_lives_on(build, caplog):
+    fakes, replicas = build()
+    replicas.deliver(payload(0))
+    control = fakes[1]._control
+    fakes[1]._control = lambda path, body: {} if path == "/collective_rpc" else control(path, body)
+    replicas.deliver(payload(1))
+    assert replicas.serving == ["0"]
+    assert "R505 replica 1: the server's answer was not understood (KeyError: 'results')." in caplog.text
+    fakes[1]._control = control
+    until(lambda: replicas.serving == ["0", "1"])
+
+
 def test_old_weights_under_a_new_version_are_found_by_the_canary(build, caplog):
     fakes, replicas = build()
     replicas.deliver(payload(0))

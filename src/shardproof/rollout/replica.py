@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
-from shardproof.errors import ShardproofError
+from shardproof.errors import ShardproofError, fail
 from shardproof.findings import Finding
 from shardproof.rollout.sync import Delivery, finding_of
 from shardproof.rollout.vllm_client import Deadline, Refused, Unreachable
+
+logger = logging.getLogger(__name__)
 
 _GLANCE_S = 0.05
 
@@ -61,6 +64,10 @@ def side_by_side(
             action(replica)
         except (Unreachable, Refused, ShardproofError) as error:
             return replica.finding(error, stage, several)
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            said = f"the server's answer was not understood ({type(error).__name__}: {error})."
+            logger.debug("%s", said, exc_info=error)
+            return replica.finding(fail("R505", stage, said), stage, several)
         return None
 
     if len(replicas) < 2:

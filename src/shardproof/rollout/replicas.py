@@ -259,10 +259,11 @@ class Replicas:
 
     def _notice(self, problems: Mapping[str, Finding]) -> None:
         """Take out those that a question showed to be dead or wrong."""
-        with self._state:
-            for replica in self._named(problems):
+        for replica in self._named(problems):
+            self._say_out(replica, problems[replica.name])
+            with self._state:
                 replica.serving = False
-                replica.look.set()
+            replica.look.set()
 
     def _named(self, names: Sequence[str] | Mapping[str, object]) -> list[Replica]:
         return [replica for replica in self.all if replica.name in names]
@@ -312,9 +313,13 @@ class Replicas:
             with replica.lock:
                 # A sync may just have changed it.
                 replica.repairing = not self._is_well(replica)
-                finding = self._revive(replica) if replica.repairing else None
+                try:
+                    failed = replica.repairing and self._revive(replica) is not None
+                except Exception:  # without its watch it would never come back
+                    logger.exception("replica %s could not be repaired", replica.name)
+                    failed = True
                 replica.repairing = False
-            pause = _LOOK_S if finding is None else min(2 * pause, _MOST_WAIT_S)
+            pause = min(2 * pause, _MOST_WAIT_S) if failed else _LOOK_S
 
     def _is_well(self, replica: Replica) -> bool:
         """Whether there is nothing to do: it serves and has its label, or nobody wants it."""
