@@ -59,7 +59,7 @@ def test_finished_order_does_not_wait_and_trains_on_every_prompt_once(tmp_path, 
 
 def test_prompts_that_would_get_too_old_are_given_up_counted_and_replaced(tmp_path, drawn):
     settings = ["rollout.order=finished", "rollout.too_old=drop"]
-    ranks = run_ranks(2, run_and_note, recipe_of(tmp_path, 1, *settings), {"every": 3, "syncs": 99})
+    ranks = run_ranks(2, run_and_note, recipe_of(tmp_path, 1, *settings), {"every": 6, "syncs": 99})
     found = prompts_of(*ranks)
     assert all(len(step) == NUM for step in found), "every batch is full"
     every = [prompt for step in found for prompt in step]
@@ -83,7 +83,7 @@ def test_a_resumed_run_goes_on_with_the_tokens_that_were_drawn(tmp_path, drawn, 
     recipe = recipe_of(
         tmp_path, 2, "output.save_every=1", "optimizer.schedule=constant", f"rollout.order={order}"
     )
-    how = {"every": 2, "syncs": 2, "fast": NUM * SIZE if order == "drawn" else 0}
+    how = {"every": 4, "syncs": 2, "fast": NUM * SIZE if order == "drawn" else 0}
     first = run_ranks(2, run_and_note, recipe, how, 2)
     rows = [
         row
@@ -104,12 +104,20 @@ def test_a_resumed_run_goes_on_with_the_tokens_that_were_drawn(tmp_path, drawn, 
 
 
 def test_of_ranks_that_share_sequences_the_first_samples_for_all(tmp_path, drawn):
-    ranks = run_ranks(
-        2, run_and_note, recipe_of(tmp_path, 1, "model.sequence_parallel=2", "train.steps=2"), 2
-    )
+    recipe = recipe_of(tmp_path, 1, "model.sequence_parallel=2", "train.steps=2", "output.eval_every=2")
+    ranks = run_ranks(2, run_and_note, recipe)
     assert ranks[0]["steps"] == ranks[1]["steps"] and ranks[1]["started"] == 0
     assert prompts_of(ranks[0]) == drawn[:2]
     assert ranks[0]["metrics"][-1]["ahead/buffered"] == 0.0
+
+
+def test_an_evaluation_runs_beside_training(tmp_path):
+    recipe = recipe_of(tmp_path, 1, "output.eval_every=2")
+    run_ranks(2, run_and_note, recipe)
+    found = {line["step"]: line["metrics"] for line in lines(tmp_path / "metrics.jsonl")}
+    evaluated = [metrics["eval/step"] for metrics in found.values() if "eval/reward" in metrics]
+    assert evaluated == [0.0, 2.0, 4.0], "each once, and none is left out at the end"
+    assert all(name in found[max(found)] for name in ("reward/mean", "lag/mean"))
 
 
 def test_memory_cannot_be_lent_while_the_engine_samples(tmp_path):

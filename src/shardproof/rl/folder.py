@@ -160,18 +160,18 @@ class RunFolder:
                 self._keep(f"{type(each).__name__}: {type(error).__name__}: {error}")
         self.trackers.log(step, metrics)
 
-    def end_step(self, number: int) -> int:
-        """The largest of the ranks' signal numbers, 0 for none; raises if rank 0 could not write the step's lines.
+    def end_step(self, number: int, ready: bool = False) -> tuple[int, bool]:
+        """(the largest of the ranks' signal numbers, 0 for none; whether all ranks are `ready`).
 
-        Collective: every rank.
+        Raises if rank 0 could not write the step's lines. Collective: every rank.
         """
         if self._lock is not None and self._lock.is_lost():
             self._keep(f"{self.path} was removed, moved or replaced while the run was using it")
-        rows = exchange([number, self.problem])
-        problem = next((text for _, text in rows if text is not None), None)
+        rows = exchange([number, self.problem, ready])
+        problem = next((text for _, text, _ in rows if text is not None), None)
         if problem is not None:
             raise _unwritten(problem)
-        return max(each for each, _ in rows)
+        return max(each for each, _, _ in rows), all(is_ready for *_, is_ready in rows)
 
     def close_outputs(self) -> None:
         outputs, self.outputs = self.outputs, []

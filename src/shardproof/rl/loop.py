@@ -14,7 +14,7 @@ from shardproof.dist.launch import init_distributed
 from shardproof.findings import Finding
 from shardproof.rl.agreement import agree_on
 from shardproof.rl.conversations.measures import NAME
-from shardproof.rl.evaluation import evaluate
+from shardproof.rl.evaluation import RunningEvaluation, evaluate
 from shardproof.rl.experience import Experience, collect
 from shardproof.rl.folder import RunFolder, resume_last, save, save_model
 from shardproof.rl.handover import hand_over
@@ -26,7 +26,7 @@ from shardproof.rl.setup import Run, set_up
 from shardproof.rl.sft import held_out_loss, sft_batch
 from shardproof.rl.stopping import StopFlag, Stopped
 from shardproof.rl.updates import Update, step_metrics, update
-from shardproof.rollout.engine import Request
+from shardproof.rollout.engine import Request, Sampling
 from shardproof.rollout.trajectory import Trajectory
 from shardproof.user_code import is_user_name
 
@@ -80,23 +80,24 @@ def _train(run: Run, folder: RunFolder, stop: StopFlag, loggers: Sequence[Logger
     metrics = _sync(run, step, folder)
     with together("output"):
         folder.begin(run.prompts, run.held_out, step, loggers)
-    if step == 0 and output.eval_every:
-        folder.log(step, _evaluate(run, step))
+    evaluations = _Evaluations(run)
+    if step == 0 and output.eval_every and (found := evaluations.after(step)):
+        folder.log(step, found)
     stopping = 0
     try:
         while step < run.recipe.train.steps and not stopping:
             metrics = one_step(run, step, folder)
             step += 1
-            if output.eval_every and step % output.eval_every == 0:
-                metrics |= _evaluate(run, step)
+            metrics |= evaluations.after(step)
             folder.log(step, metrics)
-            stopping = folder.end_step(stop.number)
+            stopping, evaluations.are_ready = folder.end_step(stop.number, evaluations.ready)
             if stopping or (output.save_every and step % output.save_every == 0):
                 save(folder, run.policy, run.critic, run.buffer, step)
                 saved = step
     finally:
         folder.close_outputs()
     if stopping:
+        evaluations.give_up(folder, step)
         raise Stopped(stopping, step)
     if output.save_model:
         if saved < step:
@@ -205,22 +206,80 @@ def _warn(folder: RunFolder, step: int, findings: Sequence[Finding]) -> None:
         logger.warning("%s", finding)
 
 
-def _evaluate(run: Run, step: int) -> dict[str, float]:
-    """What the held-out prompts say, and how long it took. Collective: every rank."""
-    started = time.perf_counter()
-    logger.info(
-        "evaluating on %d held-out prompts ...", min(len(run.held_out), run.recipe.output.eval_prompts)
-    )
-    return _held_out_metrics(run, step) | {"time/evaluation": time.perf_counter() - started}
+class _Evaluations:
+    """A run's evaluations: each is awaited, or runs beside training where sampling runs ahead of it in the background."""
+
+    def __init__(self, run: Run):
+        self._run = run
+        self._beside = run.background is not None and run.recipe.rollout.ahead > 0
+        self._running: RunningEvaluation | None = None
+        self.are_ready = False  # all ranks
+
+    @property
+    def ready(self) -> bool:
+        """Whether this rank has what an evaluation beside training waits for."""
+        return self._running is not None and self._running.ready
+
+    def after(self, step: int) -> dict[str, float]:
+        """The metrics that are there after a step: of an evaluation that is due, or of an earlier one that is over.
+
+        An evaluation beside training is over before the next one begins, and before the run ends. Collective: every rank.
+        """
+        recipe, found = self._run.recipe, {}
+        is_due = bool(recipe.output.eval_every) and step % recipe.output.eval_every == 0
+        is_last = step >= recipe.train.steps
+        if self._running is not None and (self.are_ready or is_due or is_last):
+            found, self._running, self.are_ready = self._running.result(), None, False
+        if not is_due:
+            return found
+        num = min(len(self._run.held_out), recipe.output.eval_prompts)
+        logger.info("evaluating on %d held-out prompts ...", num)
+        if not self._beside:
+            started = time.perf_counter()
+            return _held_out_metrics(self._run, step) | {"time/evaluation": time.perf_counter() - started}
+        running = _begin_evaluation(self._run, step)
+        if is_last:
+            return running.result()
+        self._running = running
+        return found
+
+    def give_up(self, folder: RunFolder, step: int) -> None:
+        """End an evaluation that is not over when the run is stopped."""
+        if self._running is not None:
+            self._running.cancel()
+            folder.note(
+                step,
+                "evaluation",
+                f"the evaluation after step {self._running.step} was given up: the run was stopped",
+            )
 
 
 def _held_out_metrics(run: Run, step: int) -> dict[str, float]:
-    output, prompts = run.recipe.output, run.held_out[: run.recipe.output.eval_prompts]
+    """What the held-out prompts say. Collective: every rank."""
+    prompts = run.held_out[: run.recipe.output.eval_prompts]
     found: dict[str, float] = {}
     if not run.algorithm.spec.samples:
         size = run.recipe.train.micro_batch_tokens
         found = held_out_loss(run.policy.model, prompts, size, run.share)
     if run.sampler.rewards is None:
         return found
-    sampling = replace(run.sampling, temperature=0.0) if output.eval_samples == 1 else run.sampling
-    return found | evaluate(run.sampler, prompts, sampling, output.eval_samples, step, run.share)
+    num_samples = run.recipe.output.eval_samples
+    return found | evaluate(run.sampler, prompts, _eval_sampling(run), num_samples, step, run.share)
+
+
+def _begin_evaluation(run: Run, step: int) -> RunningEvaluation:
+    assert run.background is not None, "the engine answers in the background"
+    output = run.recipe.output
+    return RunningEvaluation(
+        run.background,
+        run.sampler,
+        run.held_out[: output.eval_prompts],
+        _eval_sampling(run),
+        output.eval_samples,
+        step,
+        run.share,
+    )
+
+
+def _eval_sampling(run: Run) -> Sampling:
+    return replace(run.sampling, temperature=0.0) if run.recipe.output.eval_samples == 1 else run.sampling
