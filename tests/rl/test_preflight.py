@@ -87,6 +87,7 @@ def test_the_dry_run_and_the_start_find_the_same(tmp_path, monkeypatch, start, o
     ("name", "overrides"),
     [
         ("vllm", ["rollout.engine=vllm"]),
+        ("aiohttp", ["rollout.engine=vllm"]),
         ("peft", ["model.lora.r=4"]),
         ("tensorboard", ["output.trackers=['tensorboard']"]),
         ("wandb", ["output.trackers=['wandb']", "output.tracker_options.wandb.mode=offline"]),

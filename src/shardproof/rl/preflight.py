@@ -118,12 +118,16 @@ def check_packages(start: Start) -> list[Finding]:
         _finding(
             "packages",
             f"{setting} needs the package {name}, which is not installed.",
-            f"pip install 'shardproof[{_EXTRAS[name]}]'"
-            + (", or `make vllm` for CPU" if name == "vllm" else ""),
+            _install(name) + (", or `make vllm` for CPU" if name == "vllm" else ""),
         )
         for name, setting in _needed(start.recipe).items()
         if importlib.util.find_spec(name) is None
     ]
+
+
+def _install(name: str) -> str:
+    """The command that installs a package: by our extra, which knows the versions, if there is one for it alone."""
+    return f"pip install 'shardproof[{_EXTRAS[name]}]'" if name in _EXTRAS else f"pip install {name}"
 
 
 def check_accounts(start: Start) -> list[Finding]:
@@ -144,6 +148,8 @@ def _needed(recipe: Recipe) -> dict[str, str]:
     for name in recipe.output.trackers:
         if not is_user_name(name):
             needed[name] = f"output.trackers={recipe.output.trackers}"
+    if recipe.rollout.engine == "vllm":
+        needed["aiohttp"] = "rollout.engine='vllm'"
     if recipe.rollout.engine == "vllm" and not recipe.rollout.vllm.urls:
         needed["vllm"] = "rollout.engine='vllm'"
     return needed
