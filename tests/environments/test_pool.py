@@ -43,6 +43,26 @@ def test_conversations_keep_their_state_turn_by_turn(kind):
         assert list(pool.answers()) == []
 
 
+def test_answers_come_as_futures_to_whoever_asked():
+    """Beside a caller that waits for its own in `answers`."""
+    with pool_of("Async") as pool:
+        later = [pool.begin(100 + n, {"name": f"n{n}"}, n) for n in range(3)]
+        assert open_all(pool, "a") == {0: Opening("a 0")}
+        assert [future.result(LONG_S) for future in later] == [Opening(f"n{n} {n}") for n in range(3)]
+        waits, goes_on = pool.reply(100, Turn("wait")), pool.reply(101, Turn("go_on"))
+        assert texts(say(pool, "go_on")) == ["a 1"] and texts([goes_on.result(LONG_S)]) == ["n1 1"]
+        with pytest.raises(ValueError, match="conversation 100 has not answered yet"):
+            pool.reply(100, Turn("go_on"))
+        pool.release(100)
+        assert waits.cancelled() and pool.seconds(101) > 0.0
+        hangs = pool.reply(102, Turn("wait"))
+        unsent = pool.reply(101, Turn(lambda: None)).result(LONG_S)
+        assert isinstance(unsent, Failure) and "the turn cannot be sent to a worker" in unsent.error
+    for future in (hangs, pool.reply(101, Turn("go_on"))):
+        with pytest.raises(RuntimeError, match="workers are closed"):
+            future.result(LONG_S)
+
+
 def test_thousands_of_conversations_are_in_progress_at_once_in_one_process():
     """Each waits for all others, so that fewer at once would never end."""
     number, others = 2000, set(psutil.Process().children())

@@ -88,7 +88,7 @@ def test_failures_that_are_to_end_the_run_are_raised_where_the_batch_is_awaited(
             with pytest.raises(RolloutFault, match="about prompt 1, sample 0: turn 1: LookupError") as caught:
                 batch.wait(places)
             assert caught.value.code == "R509"
-        assert batch.done() == [] and batch.num_in_progress == 0
+        assert batch.done() == [0, 1, 2] and batch.num_in_progress == 0, "there is nothing to wait for"
         wait_until(lambda: not parts.engine.waiting)
         wait_until(lambda: closed.exists() and closed.read_text().count("closed") == 3)
         parts.engine.held = False

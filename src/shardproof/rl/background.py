@@ -51,12 +51,8 @@ class BackgroundRollouts(contextlib.AbstractContextManager["BackgroundRollouts"]
         rewards: RewardRunner,
         conversations: Conversations | None = None,
     ):
-        self.engine, self.tokenizer, self.rewards, self.conversations = (
-            engine,
-            tokenizer,
-            rewards,
-            conversations,
-        )
+        self.engine, self.tokenizer = engine, tokenizer
+        self.rewards, self.conversations = rewards, conversations
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: BackgroundThread | None = None
         self._tasks: set[asyncio.Task[None]] = set()  # the thread's alone
@@ -77,7 +73,11 @@ class BackgroundRollouts(contextlib.AbstractContextManager["BackgroundRollouts"]
             self._loop = asyncio.new_event_loop()
             # Known before it runs: an interrupt may come at any time from then on, and it must be ended then too.
             self._thread = BackgroundThread("shardproof rollouts", self._work)
-            self._thread.start()
+            try:
+                self._thread.start()
+            except RuntimeError:  # no more threads can be had
+                self._thread = None
+                raise
         return BackgroundBatch(self, starts, sampling, ledger)
 
     def close(self) -> None:
@@ -150,9 +150,12 @@ class BackgroundBatch:
         return 0 if self._failure is not None else len(self._open) - len(self._found)
 
     def done(self) -> list[int]:
-        """The places whose trajectories are complete and scored, and not taken yet, in order."""
+        """The places whose trajectories are complete and scored, and not taken yet, in order.
+
+        After an error these are all that were not taken: `wait` waits for none of them, and raises.
+        """
         self._take_news()
-        return sorted(self._found)
+        return sorted(self._found if self._failure is None else self._open)
 
     def wait(self, places: Iterable[int] | None = None) -> dict[int, Trajectory]:
         """The trajectories of these places with their rewards, as soon as all are there; raises what went wrong.
@@ -164,20 +167,19 @@ class BackgroundBatch:
         if unknown:
             raise ValueError(f"place {unknown[0]} was taken or given up before, or is not in the batch")
         self._take_news()
-        missing = {place for place in wanted if place not in self._found}
-        while missing and self._failure is None:
-            missing.discard(self._next_news())
+        while self._failure is None and any(place not in self._found for place in wanted):
+            self._wait_for_news()
         if self._failure is not None:
             raise self._failure
         self._open.difference_update(wanted)
         return {place: self._found.pop(place) for place in wanted}
 
     def so_far(self, place: int) -> Segment | None:
-        """What the engine has drawn of a trajectory that is not complete, as `Start.begun` takes it; None for nothing.
+        """What the engine has drawn of a trajectory that was not taken, as `Start.begun` takes it; None for nothing.
 
         Conversations with an environment have none: it would begin anew.
         """
-        if self._common.conversations is not None:
+        if self._common.conversations is not None or place not in self._open:
             return None
         answering = self._answering.get(place)
         return self._answered.get(place) if answering is None else answering.so_far
@@ -198,28 +200,23 @@ class BackgroundBatch:
         self._take_news()
 
     def _take_news(self) -> None:
+        is_running = self._common.is_running  # looked at before the queue, which it then fills no more
         with contextlib.suppress(queue.Empty):
             while True:
                 self._take(self._news.get_nowait())
+        if not is_running and len(self._found) < len(self._open):
+            self._failure = self._failure or RuntimeError("background rollouts are closed")
 
-    def _next_news(self) -> int | None:
-        """Wait for the next place that is complete; None if the batch ended."""
-        while True:
-            is_running = self._common.is_running  # looked at before the queue, which it then fills no more
-            with contextlib.suppress(queue.Empty):
-                return self._take(self._news.get(timeout=_LOOK_S if is_running else 0.0))
-            if not is_running:
-                self._failure = self._failure or RuntimeError("background rollouts are closed")
-                return None
+    def _wait_for_news(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            self._take(self._news.get(timeout=_LOOK_S))
+        self._take_news()
 
-    def _take(self, news: tuple[int, Trajectory] | BaseException) -> int | None:
+    def _take(self, news: tuple[int, Trajectory] | BaseException) -> None:
         if isinstance(news, BaseException):
             self._failure = self._failure or news
-            return None
-        place, trajectory = news
-        if place in self._open:
-            self._found[place] = trajectory
-        return place
+        elif news[0] in self._open:
+            self._found[news[0]] = news[1]
 
     # From here on: on the thread.
 
@@ -297,9 +294,10 @@ class BackgroundBatch:
             while not conversation.ended:
                 trajectory = await self._turn(place, next_request(conversation))
                 turn = take_turn(conversation, trajectory, max_new_tokens)
-                answer = (
-                    turn if isinstance(turn, Failure) else await asyncio.wrap_future(pool.reply(key, turn))
-                )
+                if isinstance(turn, Failure):
+                    answer = turn
+                else:
+                    answer = await asyncio.wrap_future(pool.reply(key, turn))
                 self._answer(start, conversation, answer, pool.seconds(key))
             return conversation.result()
         finally:
