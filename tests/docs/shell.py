@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[2]
 SYSTEM = (
     "cat",
     "cd",
+    "chmod",
     "cp",
     "export",
     "git",

@@ -1,7 +1,6 @@
-"""Connections between trainer ranks and receivers of weights: both sides prove that they know one secret, and every
-frame is authenticated. Nothing is encrypted.
+"""Connections between trainer ranks and receivers of weights, which share a secret. Nothing is encrypted.
 
-A frame is two lengths, a JSON header, a body of raw bytes, and a code (HMAC-SHA-256) over all of it and the frame's
+Both sides prove that they know the secret, without sending it. Then every frame is authenticated. A frame is two lengths, a JSON header, a body of raw bytes, and a code (HMAC-SHA-256) over all of it and the frame's
 number, under a key of this connection and direction. Lengths have limits that are checked before memory is taken.
 """
 
