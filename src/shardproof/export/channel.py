@@ -137,7 +137,9 @@ class Channel:
 
     def has_answer(self) -> bool:
         """Whether the other side has sent something, or hung up."""
-        return bool(select.select([self._socket], [], [], 0)[0])
+        waiting = select.poll()  # `select` knows no descriptors above 1023
+        waiting.register(self._socket, select.POLLIN)
+        return bool(waiting.poll(0))
 
     def drain(self, deadline: Deadline) -> None:
         """Read what is still on its way until the other side hangs up, so that it can read our last answer."""
@@ -159,10 +161,10 @@ def connect(address: tuple[str, int], key: bytes, deadline: Deadline) -> Channel
     peer = f"{address[0]}:{address[1]}"
     try:
         connection = socket.create_connection(address, timeout=deadline.left)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     except OSError as error:
         raise Lost(f"cannot connect: {_reason(error)}") from error
     try:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         mine = secrets.token_bytes(_NONCE)
         _send(connection, _GREETING + mine, deadline)
         if _receive(connection, len(_GREETING), deadline) != _GREETING:
@@ -181,7 +183,6 @@ def connect(address: tuple[str, int], key: bytes, deadline: Deadline) -> Channel
 
 def accept(connection: socket.socket, key: bytes, deadline: Deadline, peer: str) -> Channel:
     """A channel to whoever connected, if it knows the secret. Raises `Lost` and `Refused`; closes nothing."""
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if _receive(connection, len(_GREETING), deadline) != _GREETING:
         raise Refused("it speaks another protocol")
     theirs = _receive(connection, _NONCE, deadline)

@@ -128,6 +128,8 @@ class NetworkWeights:
         receipt, limit = self._written, Deadline(self.deadline_s)
 
         def commit_one(name: str) -> dict[str, Any]:
+            if name not in self._sessions:
+                raise Refused("it did not get this version")
             answer = self._sessions[name].commit(receipt.version, limit)
             if (answer.get("version"), answer.get("digest")) != (receipt.version, receipt.digest):
                 raise Refused("its receipt is for another payload")

@@ -75,6 +75,7 @@ class Receiver:
     def _welcome(self, connection: socket.socket) -> None:
         """Count a connection in; where too many have not proved the secret, the oldest of them is closed."""
         with contextlib.suppress(OSError):  # it has hung up already
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             for name, value in _KEEPALIVE.items():
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
