@@ -246,7 +246,8 @@ def make_engine(recipe: Recipe, policy: ShardedModel, replay: ExpertShape | None
         rollout, settings = recipe.rollout, recipe.rollout.vllm
         if recipe.model.trust_remote_code:
             settings = replace(settings, args=[*settings.args, "--trust-remote-code"])
-        return VllmEngine(policy, settings, recipe.canary_tolerance, rollout.batch_size, rollout.sleep)
+        tolerance, size = recipe.canary_tolerance, rollout.batch_size
+        return VllmEngine(policy, settings, tolerance, size, rollout.sleep, replay)
     with together("rollout"):  # a replica may fit the memory of some ranks and not of others
         if is_user_name(recipe.rollout.engine):
             return _users_engine(recipe.rollout, policy)
