@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 def dry_run(recipe: Recipe, options: Options, terminal: Terminal) -> None:
     """Show what would start, then everything that would stop it, then the verdict. Nothing is written."""
     from shardproof.dist.launch import node_range
-    from shardproof.rl.checks import check_inputs, check_model
+    from shardproof.rl.checks import check_inputs, check_model, describe_ahead
     from shardproof.rl.place import check_content, check_folder
     from shardproof.rl.same_run import Resume
 
@@ -31,6 +31,8 @@ def dry_run(recipe: Recipe, options: Options, terminal: Terminal) -> None:
     findings = look_ahead(recipe, options)
     ranks = f"{num_ranks} rank{'s' * (num_ranks > 1)}"
     facts = [f"{num_nodes} x {ranks}" if num_nodes > 1 else ranks]
+    if (ahead := describe_ahead(recipe.rollout)) is not None:
+        facts.append(ahead)
     try:
         logger.info("reading the data ...")
         inputs = check_inputs(recipe)

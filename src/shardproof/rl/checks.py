@@ -200,3 +200,17 @@ def check_ahead(rollout: Rollout) -> None:
         message = f"rollout.ahead={rollout.ahead} and rollout.{shared[0]}=true exclude each other: the engine samples while the policy trains, so neither can lend its memory to the other."
         fix = f"set rollout.{shared[0]}=false, or rollout.ahead=0"
         raise fail("C001", "rollout", message, fix=fix)
+
+
+def describe_ahead(rollout: Rollout) -> str | None:
+    """What running ahead means for a recipe, in one line; None if it does not."""
+    if not rollout.ahead:
+        return None
+    steps, updates = _plural(rollout.ahead, "step"), _plural(rollout.ahead, "update")
+    if rollout.engine in ("embedded", "sharded"):
+        return f"samples {steps} ahead, in the trainer's own processes: only rewards run while it trains; trained tokens are {updates} old"
+    return f"samples up to {steps} ahead while it trains; trained tokens are up to {updates} old"
+
+
+def _plural(num: int, word: str) -> str:
+    return f"{num} {word}{'s' * (num > 1)}"

@@ -85,6 +85,7 @@ class Round(ABC):
             if (known := self.known.get((start.group, start.sample))) is not None and known.turns:
                 self.ledger.put(start.group, start.sample, known.turns)
         self._begin()
+        self.known = {}  # what is this rank's was taken over
 
     def complete(self, start: Start) -> Trajectory | None:
         """The checkpoint's trajectory of this beginning, if it was complete."""
@@ -205,8 +206,6 @@ class BackgroundRound(Round):
 
     def _begin(self) -> None:
         self._found, self._places, missing = {}, [], []
-        if not self.means.leads:
-            return
         for place, start in enumerate(self.starts):
             known = self.known.get((start.group, start.sample), Known())
             if known.trajectory is not None and known.trajectory.reward is not None:
@@ -216,7 +215,9 @@ class BackgroundRound(Round):
                 missing.append(replace(start, begun=known.begun))
         background = self.means.background
         assert background is not None, "the engine answers in the background"
-        self._batch = background.begin(missing, self.means.sampling, self.ledger)
+        with together("rollout"):  # a thread may not be had on one rank
+            if self.means.leads:
+                self._batch = background.begin(missing, self.means.sampling, self.ledger)
 
     @property
     def num_complete(self) -> int:
@@ -285,7 +286,8 @@ class BackgroundRound(Round):
     def _take(self, places: Sequence[int]) -> list[Trajectory]:
         """Wait for the trajectories of these places, which are forgotten then."""
         self._look()
-        numbers = [n for n, place in enumerate(self._places) if place in set(places) - self._found.keys()]
+        missing = set(places) - self._found.keys()
+        numbers = [number for number, place in enumerate(self._places) if place in missing]
         if self._batch is not None and numbers:
             self._found |= {self._places[n]: made for n, made in self._batch.wait(numbers).items()}
         return [self._found.pop(place) for place in places]

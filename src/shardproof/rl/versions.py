@@ -69,7 +69,8 @@ def check_usable(trajectories: Sequence[Trajectory], versions: Versions, ahead: 
     for trajectory in trajectories:
         problem = _too_old(trajectory, versions, ahead)
         if problem is not None:
-            findings.append(Finding("R501", "rollout", problem))
+            fix = "repair the engine; if it may lag this far, raise rollout.ahead"
+            findings.append(Finding("R501", "rollout", problem, fix=fix))
             break
     for number, trajectory in enumerate(trajectories):
         logprobs = [logp for segment in trajectory.sampled for logp in segment.logprobs or ()]
