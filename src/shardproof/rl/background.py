@@ -167,8 +167,12 @@ class BackgroundBatch:
         if unknown:
             raise ValueError(f"place {unknown[0]} was taken or given up before, or is not in the batch")
         self._take_news()
-        while self._failure is None and any(place not in self._found for place in wanted):
-            self._wait_for_news()
+        left = list(wanted)
+        while left and self._failure is None:
+            if left[-1] in self._found:
+                left.pop()
+            else:
+                self._wait_for_news()
         if self._failure is not None:
             raise self._failure
         self._open.difference_update(wanted)
@@ -334,6 +338,8 @@ class BackgroundBatch:
         scored = Reward(0.0)
         if trajectory.ended != "failed":
             sample = reward_sample(trajectory, start.prompt.row)
-            scored = await asyncio.wrap_future(self._common.rewards.score_later(sample, place))
+            found = self._common.rewards.score_later(sample, place)
+            # Built-in functions have answered by now.
+            scored = found.result() if found.done() else await asyncio.wrap_future(found)
         masks = conversations is not None and conversations.rules.masks
         return replace(trajectory, reward=with_environment(trajectory, scored, masks))
