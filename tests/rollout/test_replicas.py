@@ -5,6 +5,8 @@ The servers are stand-ins; tests/rollout/vllm/test_replicas.py has real ones.
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -437,3 +439,33 @@ def test_before_vllm_0_32_the_pending_mark_comes_before_the_pause(build):
         fake._control = look
         replicas.deliver(payload(1))
         assert at_pause == [expected]
+
+
+EXITS = """
+import subprocess, sys, weakref
+from pathlib import Path
+from shardproof.config.vllm import VllmSettings
+from shardproof.rollout.replicas import Replicas
+from shardproof.rollout.sync import Delivery
+from shardproof.rollout.vllm_places import places
+from shardproof.rollout.vllm_server import Served, VllmServer
+
+class Engine:
+    pass
+
+settings, engine = VllmSettings(replicas=2), Engine()
+servers = [VllmServer(settings, Served(Path("model"), "float32", "cpu"), place) for place in places(settings)]
+for server in servers:
+    command = [sys.executable, "-c", "import time; time.sleep(600)"]
+    server.process = subprocess.Popen(command, start_new_session=True)
+replicas = Replicas([Delivery(server, "run", [1, 2], 1.0, {}) for server in servers], 5.0)
+weakref.finalize(engine, replicas.stop)
+print(*(server.process.pid for server in servers))
+"""
+
+
+def test_a_trainer_that_ends_without_closing_its_engine_leaves_no_server_and_says_nothing():
+    said = subprocess.run([sys.executable, "-c", EXITS], capture_output=True, text=True, timeout=100)
+    assert said.returncode == 0 and said.stderr == ""
+    pids = list(map(int, said.stdout.split()))
+    assert len(pids) == 2 and not any(Path(f"/proc/{pid}").exists() for pid in pids)

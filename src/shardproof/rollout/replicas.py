@@ -372,11 +372,13 @@ class Replicas:
             replica.serving = self.committed is payload and not self._asleep
 
     def stop(self) -> None:
-        """End the watches, and the servers that the run started."""
+        """End the watches, and the servers that the run started. Starts no thread: the interpreter may be ending."""
         self._closed.set()
         for replica in self.all:
             replica.look.set()
-        self._each(self.all, lambda replica: replica.delivery.server.stop())
+            replica.delivery.server.begin_stop()
+        for replica in self.all:
+            replica.delivery.server.stop()
         for watch in self._watches:
             watch.join(_JOIN_S)
 

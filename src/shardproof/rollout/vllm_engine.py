@@ -123,7 +123,7 @@ class VllmEngine:
         deliveries = [Delivery(server, run, self._tokens, tolerance, config) for server in servers]
         replicas = Replicas(deliveries, self.settings.sync_timeout_s)
         # A run that fails before it closes its engine leaves no server behind.
-        weakref.finalize(self, replicas.stop)
+        self._stop = weakref.finalize(self, replicas.stop)
         replicas.start()
         return replicas, run
 
@@ -351,7 +351,7 @@ class VllmEngine:
         """Stop the servers that the run started, and give the memory back."""
         self.dispatcher.close()
         if self.replicas is not None:
-            self.replicas.stop()
+            self._stop()  # once
         self._payload.close()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)

@@ -189,9 +189,16 @@ class VllmServer:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
+    def begin_stop(self) -> None:
+        """Ask a server that this process started to end, without waiting for it; `stop` waits."""
+        self._stopped = True  # a start that another thread waits for ends
+        process = self.process
+        if process is not None and process.poll() is None:
+            process.terminate()
+
     def stop(self) -> None:
         """End a server that this process started, for good. One that was there before is left."""
-        self._stopped = True  # a start that another thread waits for ends
+        self.begin_stop()
         with self._starting:
             self.kill()
         if self._folder is not None:
