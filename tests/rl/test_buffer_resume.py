@@ -20,6 +20,7 @@ from tests.rl.runs import comparable, lines, small_recipe, trajectory, write_row
 pytestmark = pytest.mark.distributed
 
 STEPS = 5
+TWO = pytest.mark.parametrize("whole", [2], indirect=True)  # what does not depend on how far a run is ahead
 SETTINGS = ("output.eval_every=0", "output.save_every=1", "output.keep=9", "optimizer.schedule=constant")
 REWARDS = "reward.functions=[{name='tests.rl.user_rewards:even_answer'}]"  # in a process of its own
 
@@ -120,6 +121,7 @@ def test_a_run_that_is_ended_and_resumed_has_the_same_bits(whole, tmp_path, how)
     same_end(tmp_path / "run", before)
 
 
+@TWO
 def test_another_number_of_ranks_trains_on_every_prompt_once(whole, tmp_path):
     ahead, _, prompts = whole
     recipe = recipe_of(tmp_path / "run", ahead, REWARDS)
@@ -132,6 +134,7 @@ def test_another_number_of_ranks_trains_on_every_prompt_once(whole, tmp_path):
     assert versions == [{max(step - ahead, 0)} for step in range(2, STEPS)], "nothing was sampled again"
 
 
+@TWO
 def test_more_steps_draw_the_prompts_that_come_next(whole, tmp_path):
     ahead, before, prompts = whole
     folder = shutil.copytree(before, tmp_path / "run")
@@ -141,6 +144,7 @@ def test_more_steps_draw_the_prompts_that_come_next(whole, tmp_path):
     assert prompts + prompts_of(steps) == prompts_of(longer)
 
 
+@TWO
 @pytest.mark.parametrize("other", [0, 1, 3])
 def test_ahead_may_change_if_that_is_allowed(whole, tmp_path, other):
     """What would get too old is sampled again; prompts are the same, each in its step."""
@@ -153,6 +157,7 @@ def test_ahead_may_change_if_that_is_allowed(whole, tmp_path, other):
     assert max(lags) <= other and (lags[-1] == other or other == 3)
 
 
+@TWO
 @pytest.mark.fault
 def test_a_damaged_buffer_is_refused_by_name(whole, tmp_path):
     ahead, before, _ = whole
@@ -169,6 +174,7 @@ def test_a_damaged_buffer_is_refused_by_name(whole, tmp_path):
     assert "step-00000003: trajectories-0.jsonl is missing" in outcomes[0][2]
 
 
+@TWO
 def test_a_checkpoint_without_a_buffer_resumes_with_an_empty_one(whole, tmp_path):
     """As earlier versions wrote them."""
     from shardproof.checkpoints.folders import STATE_NAME, sums_of, write_sums
@@ -187,6 +193,7 @@ def test_a_checkpoint_without_a_buffer_resumes_with_an_empty_one(whole, tmp_path
     assert {version for made in steps for *_, version in made} == {4}
 
 
+@TWO
 def test_other_data_begin_where_the_rounds_of_the_buffer_began(whole, tmp_path):
     ahead, before, _ = whole
     folder = shutil.copytree(before, tmp_path / "run")

@@ -68,7 +68,7 @@ def save_checkpoint(
     call returns at once, and copying and writing run during training. Only the next change of the weights waits for
     the copy: a step of any optimizer, `policy.offload`, or code that calls `policy.before_change`. Call `wait()` on the
     result before the process ends. Only one process at a time can save into a folder. `files` are further files of this
-    rank, under names that no other rank uses; `read_files` reads them.
+    rank, under names that no other rank uses and the same checksums.
 
     Collective: every rank. Memory: in the background, a host copy of this rank's state.
     """
