@@ -249,7 +249,7 @@ def resume_last(folder: RunFolder, policy: Trainer, critic: Trainer | None, buff
             _resume(folder.path / CRITIC, critic, checkpoint_name(extra["step"]))
             proof.text = f"resumed from step {extra['step']}"
     buffer.stream.position = extra["position"]
-    if "buffer" in extra:  # not in checkpoints of versions before 0.5
+    if "buffer" in extra:  # not in checkpoints of earlier versions
         _resume_buffer(folder, buffer, extra, found)
     return int(extra["step"])
 
