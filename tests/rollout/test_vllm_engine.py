@@ -35,16 +35,23 @@ LIMIT_S = 20.0
 class Run:
     """An engine of two servers on each rank. What a stand-in says of the canary is far from what the trainer says."""
 
-    def __init__(self, folder: str, stack: ExitStack, vllm: str = "0.32.0"):
-        self.policy = sp.load(folder, device="cpu", compute_dtype=torch.float32)
+    def __init__(self, folder: str, stack: ExitStack, vllm: str = "0.32.0", lora: Any = None):
+        self.policy = sp.load(folder, device="cpu", compute_dtype=torch.float32, lora=lora)
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         patch.setattr(replicas_module, "_LOOK_S", 0.02)
         patch.setattr(replicas_module, "_MOST_WAIT_S", 0.05)
         self.fakes: list[FakeVllm] = []
         if dist.get_rank() == 0:
-            self.fakes = [stack.enter_context(FakeVllm(vllm=vllm, facts=FACTS)) for _ in range(2)]
+            facts = {**FACTS, "lora": lora is not None}
+            self.fakes = [stack.enter_context(FakeVllm(vllm=vllm, facts=facts)) for _ in range(2)]
         urls = broadcast([fake.url for fake in self.fakes])
-        settings = VllmSettings(mode="server", url=urls, sync_timeout_s=10.0, start_timeout_s=10.0)
+        settings = VllmSettings(
+            mode="server",
+            url=urls,
+            sync_timeout_s=10.0,
+            start_timeout_s=10.0,
+            lora="merge" if lora is None else "adapter",
+        )
         self.engine = VllmEngine(self.policy, settings, tolerance=60.0)
         stack.callback(self.engine.close)
 
@@ -154,3 +161,29 @@ def test_old_weights_under_a_new_label_end_in_one_error_on_every_rank(tmp_path):
     assert "R503 generate: rank 0: replica 0: the server's log-probs" in first["at a sync"]
     assert first["then"] == {1} and first["version"] == 1 and first["last"] == {2}
     assert "C001 sleep: the server was not started with vLLM's sleep mode" in first["asleep"]
+
+
+def adapters(folder: str) -> dict[str, Any]:
+    from peft import LoraConfig
+
+    with ExitStack() as stack:
+        run = Run(folder, stack, lora=LoraConfig(r=4, target_modules=["q_proj"]))
+        found: dict[str, Any] = {"versions": [], "loaded": []}
+        run.sync()
+        for _ in range(2):
+            run.update()
+            found["versions"].append(run.versions())
+            found["loaded"].append([sorted(fake.adapters.values()) for fake in run.fakes])
+        # One that is started again has no adapter.
+        run.on_rank_0(lambda: [run.fakes[1].kill(), run.fakes[1].revive()])
+        run.on_rank_0(lambda: run.fakes[1].until(lambda: str(run.fakes[1].label).endswith("/2")))
+        run.update()
+        found["versions"].append(run.versions())
+        found["loaded"].append([sorted(fake.adapters.values()) for fake in run.fakes])
+        return found
+
+
+def test_adapters_reach_all_servers_and_the_one_before_is_unloaded(tmp_path):
+    first, second = run_ranks(2, adapters, str(make_checkpoint(tmp_path, "qwen3_tied")))
+    assert first["versions"] == second["versions"] == [{1}, {2}, {3}]
+    assert first["loaded"] == [[[1], [1]], [[2], [2]], [[3], [3]]]
