@@ -86,6 +86,10 @@ class VllmServer:
         process = self.process
         return process is not None and process.poll() is not None
 
+    @property
+    def _which(self) -> str:
+        return f" {self.place.name}" if self.settings.num_servers > 1 else ""
+
     def ensure_up(self, seconds: float | None = None) -> None:
         """Start the server if it is ours and not running, and wait until it answers.
 
@@ -114,7 +118,7 @@ class VllmServer:
             now = time.monotonic()
             if now - reported >= _REPORT_EVERY_S:
                 reported = now
-                logger.info("still waiting for the vLLM server after %.0f s ...", now - began)
+                logger.info("still waiting for the vLLM server%s after %.0f s ...", self._which, now - began)
             time.sleep(0.1)
 
     def _start(self) -> None:
@@ -143,9 +147,8 @@ class VllmServer:
                 start_new_session=True,
             )
         self.num_starts += 1
-        which = f" {self.place.name}" if self.settings.replicas > 1 else ""
         on = f" on {self.place.devices}" if self.place.devices else ""
-        logger.info("starting the vLLM server%s%s, which writes to %s ...", which, on, self.log_path)
+        logger.info("starting the vLLM server%s%s, which writes to %s ...", self._which, on, self.log_path)
 
     def _where(self) -> list[str]:
         """The arguments that say where the server listens, and the client for it."""
