@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from shardproof.report.page import write_report
+from shardproof.report.read import RunReader
 from tests.report.folders import HOSTILE, make_run, write_lines
 from tests.report.talks import line, opening, turn
 from tests.report.test_page import captions, groups
@@ -135,6 +136,23 @@ def test_tokens_of_different_weights_are_told_apart(tab, page):
     assert tab.count(".conversation .piece") == 2
     tab.set("#filter-text", "count")
     assert tab.texts(".piece mark") == ["count", "count"]
+
+
+def test_an_evaluation_beside_training_stands_at_the_step_after_which_it_began(tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    given = [
+        {"step": 0, "time": 1.0, "metrics": {"eval/reward": 0.1}},
+        *({"step": step, "time": 2.0 * step, "metrics": {"reward/mean": 0.5}} for step in (1, 2, 3)),
+        {"step": 4, "time": 8.0, "metrics": {"reward/mean": 0.5, "eval/step": 2.0, "eval/reward": 0.7}},
+        {"step": 5, "time": 9.0, "metrics": {"eval/step": -1.0, "eval/reward": 0.9}},
+        {"step": 6, "time": 9.5, "metrics": {"eval/step": 6.0, "eval/reward": 0.8}},
+    ]
+    write_lines(folder / "metrics.jsonl", given)
+    run = RunReader(folder).read()
+    assert run.steps == [0, 1, 2, 3, 4, 5, 6] and run.times == [1.0, 2.0, 4.0, 6.0, 8.0, 9.0, 9.5]
+    assert [metrics.get("eval/reward") for metrics in run.metrics] == [0.1, None, 0.7, None, None, 0.9, 0.8]
+    assert run.metrics[4] == {"reward/mean": 0.5}
 
 
 @pytest.mark.fault

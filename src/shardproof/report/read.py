@@ -18,6 +18,7 @@ from shardproof.files import claim_is_dead
 METRICS_NAME, SAMPLES_NAME, EVENTS_NAME = "metrics.jsonl", "samples.jsonl", "events.jsonl"
 EARLIER_NAME = "events.superseded.jsonl"
 CONFIG_NAME, FACTS_NAME = "config.json", "run.json"
+EVALUATED = "eval/step"  # the step after which an evaluation began, where training went on meanwhile
 
 Record = dict[str, Any]
 
@@ -187,12 +188,25 @@ def _clean_metrics(record: Record) -> Record | None:
 def _merge_steps(records: Iterable[Record]) -> list[Record]:
     """One record per step, in order. A resumed run writes some steps again, and the later line counts."""
     steps: dict[int, Record] = {}
-    for record in records:
+    for record in (part for line in records for part in _by_step(line)):
         step = record["step"]
         if (earlier := steps.get(step)) is not None:
-            record = {**record, "metrics": earlier["metrics"] | record["metrics"]}
+            time = earlier["time"] if record["time"] is None else record["time"]
+            record = {"step": step, "time": time, "metrics": earlier["metrics"] | record["metrics"]}
         steps[step] = record
     return [steps[step] for step in sorted(steps)]
+
+
+def _by_step(record: Record) -> list[Record]:
+    """A record, with the numbers of an evaluation that ran beside training at the step after which it began."""
+    metrics = record["metrics"]
+    begun = metrics.get(EVALUATED)
+    if begun is None or not 0 <= begun < record["step"]:
+        return [record]
+    evaluated = {name: value for name, value in metrics.items() if name.startswith("eval/")}
+    rest = {name: value for name, value in metrics.items() if name not in evaluated}
+    del evaluated[EVALUATED]
+    return [{"step": int(begun), "time": None, "metrics": evaluated}, {**record, "metrics": rest}]
 
 
 def _read_object(path: Path, notes: list[str]) -> Record:
