@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
+import weakref
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
@@ -60,7 +61,9 @@ class Dispatcher:
     def start(self, request: Request, sampling: Sampling) -> Asked:
         """Take a request; returns at once. To cancel its future gives it up, also at the replica."""
         asked = Asked(Draft(request, sampling, self._experts), next(self._numbers))
-        asked.future.add_done_callback(lambda future: self._notice(asked))
+        # Not by itself: a future keeps its callbacks, and answered requests would wait for the garbage collector.
+        known = weakref.ref(asked)
+        asked.future.add_done_callback(lambda future: self._notice(known()) if future.cancelled() else None)
         self._loop.call_soon_threadsafe(self._sending.take, asked)
         return asked
 
@@ -92,9 +95,9 @@ class Dispatcher:
             self._thread.join()
             self._loop.close()
 
-    def _notice(self, asked: Asked) -> None:
+    def _notice(self, asked: Asked | None) -> None:
         """Give up a request whose future was cancelled."""
-        if asked.future.cancelled() and not self._closed:
+        if asked is not None and not self._closed:
             self._loop.call_soon_threadsafe(self._sending.give_up, asked)
 
     def _wait_for(self, action: Callable[..., Any], *args: Any) -> Any:
