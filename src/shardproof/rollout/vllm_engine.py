@@ -90,7 +90,7 @@ class VllmEngine:
             [ReplicaAddress(name, url) for name, url in addresses],
             run,
             interface_of(vllm),
-            in_flight=batch_size,
+            in_flight=2 * batch_size,  # while a server answers one batch, it has the next
             request_timeout_s=self.settings.request_timeout_s,
             adapter=self._adapter,
             experts=experts,
