@@ -46,6 +46,12 @@ class Hosts:
         dist.broadcast_object_list(found)
         return found[0]
 
+    def link(self, number, what):
+        """Cut or mend the way to a host."""
+        if self.mine:
+            getattr(self.mine[number].link, what)()
+        dist.barrier()
+
     def close(self):
         for host in self.mine:
             host.close()
@@ -86,7 +92,7 @@ def cut_during(engine, policy, hosts, number):
 
         def get_and_cut(blocks, index):
             if index == 1 and hosts.mine and not done:
-                done.append(hosts.mine[number].cut())
+                done.append(hosts.mine[number].link.cut())
             return get(blocks, index)
 
         patch.setattr(sender.Blocks, "get", get_and_cut)
@@ -141,7 +147,7 @@ def cut_and_mend(folder, secret):
         seen["cut"] = serving, answers(start(engine, 4)), seconds < 2 * SYNC_S
         named = [line for line in lines if hosts.receivers[1] in line or hosts.urls[1] in line]
         seen["named"] = bool(named) or dist.get_rank() != 0
-        hosts.do(1, "mend")
+        hosts.link(1, "mend")
         train(policy, optimizer)
         sync(engine, policy)
         until(lambda: engine.replicas.serving == ["0", "1"])
@@ -150,9 +156,9 @@ def cut_and_mend(folder, secret):
         hosts.do(1, "tell", "hold")
         waiting = start(engine, 8)
         until(lambda: hosts.mine[1].tell("state")["running"] > 0)
-        hosts.do(1, "cut")
+        hosts.link(1, "cut")
         seen["generating"] = answers(waiting)
-        hosts.do(1, "mend")
+        hosts.link(1, "mend")
         hosts.do(1, "tell", "go")
         train(policy, optimizer)
         sync(engine, policy)
