@@ -267,9 +267,11 @@ def against(commit: str, repeats: int, steps: int) -> dict[str, Any]:
     """Seconds per step at ahead = 0, of this tree and of a commit, by turns."""
     with tempfile.TemporaryDirectory(prefix="shardproof-commit-") as folder:
         before = Path(folder) / "tree"
-        subprocess.run(
-            ["git", "worktree", "add", "-q", "--detach", str(before), commit], cwd=ROOT, check=True
-        )
+        if Path(commit).is_dir():  # a tree without its history, on a machine that only measures
+            before = Path(commit).resolve()
+        else:
+            add = ["git", "worktree", "add", "-q", "--detach", str(before), commit]
+            subprocess.run(add, cwd=ROOT, check=True)
         try:
             rows: dict[str, list[float]] = {"before": [], "now": []}
             for repeat in range(repeats):
