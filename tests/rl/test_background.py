@@ -52,8 +52,10 @@ def test_batches_are_in_progress_at_the_same_time(users):
         second.cancel()
         assert len(parts.engine.waiting) == 2
         third = parts.begin([{}])
+        assert not first.settled() and not third.settled([0], within_s=0.01)
         while first.num_in_progress or third.num_in_progress:
             parts.engine.answer()
+        assert first.settled() and third.settled([0]) and second.settled()
         assert len(first.wait()) == 2 and len(third.wait()) == 1
         with pytest.raises(ValueError, match="place 0 was taken or given up"):
             second.wait([0])

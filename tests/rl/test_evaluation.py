@@ -10,6 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from shardproof.errors import RolloutFault
+from shardproof.rl.background import BackgroundBatch
 from shardproof.rl.data import Share
 from shardproof.rl.evaluation import RunningEvaluation, evaluate
 from shardproof.rl.rollouts import Sampler
@@ -61,6 +62,32 @@ def test_an_evaluation_beside_training_gives_the_same_metrics(users, environment
     for more in run_ranks(2, compare, users, environment):
         assert more.pop("time/evaluation") > 0.0
         assert more == {"eval/step": 4.0, "eval/version": 0.0}
+
+
+def wait_in_turns(folder: str) -> int:
+    """On a rank: how often it looks for the completions of an evaluation, which the second rank has at its first look."""
+    sys.path.insert(0, folder)
+    with making(rewards=["exact_match"], held=True) as parts, pytest.MonkeyPatch.context() as patch:
+        sampler, prompts, share = parts_of_evaluation(parts)
+        running = RunningEvaluation(parts.background, sampler, prompts, SAMPLING, SIZE, 4, share)
+        num_looks = 0
+
+        def settled(self: BackgroundBatch, places: object, within_s: float) -> bool:
+            nonlocal num_looks
+            num_looks += places is None  # not when the completions are taken
+            if num_looks == (3 if share.rank == 0 else 1):
+                parts.engine.held = False
+                wait_until(lambda: parts.engine.answer() or running.ready)
+            return not self.num_in_progress
+
+        patch.setattr(BackgroundBatch, "settled", settled)
+        assert "eval/reward" in running.result()
+    sys.path.remove(folder)
+    return num_looks
+
+
+def test_a_rank_that_has_its_completions_early_hears_that_others_still_wait(users):
+    assert run_ranks(2, wait_in_turns, users) == [3, 3]
 
 
 def change_weights(folder: str) -> tuple[bool, dict[str, float]]:

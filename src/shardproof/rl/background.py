@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import queue
+import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -166,17 +167,27 @@ class BackgroundBatch:
         unknown = [place for place in wanted if place not in self._open]
         if unknown:
             raise ValueError(f"place {unknown[0]} was taken or given up before, or is not in the batch")
-        self._take_news()
-        left = list(wanted)
-        while left and self._failure is None:
-            if left[-1] in self._found:
-                left.pop()
-            else:
-                self._wait_for_news()
+        while not self.settled(wanted, _LOOK_S):
+            pass
         if self._failure is not None:
             raise self._failure
         self._open.difference_update(wanted)
         return {place: self._found.pop(place) for place in wanted}
+
+    def settled(self, places: Iterable[int] | None = None, within_s: float = 0.0) -> bool:
+        """Whether `wait` for these places returns or raises at once; looks for so many seconds until it does."""
+        left = list(self._open if places is None else self._open.intersection(places))
+        end = time.monotonic() + within_s
+        self._take_news()
+        while left and self._failure is None:
+            if left[-1] in self._found:
+                left.pop()
+                continue
+            seconds = end - time.monotonic()
+            if seconds <= 0:
+                return False
+            self._wait_for_news(min(seconds, _LOOK_S))
+        return True
 
     def so_far(self, place: int) -> Segment | None:
         """What the engine has drawn of a trajectory that was not taken, as `Start.begun` takes it; None for nothing.
@@ -211,9 +222,9 @@ class BackgroundBatch:
         if not is_running and len(self._found) < len(self._open):
             self._failure = self._failure or RuntimeError("background rollouts are closed")
 
-    def _wait_for_news(self) -> None:
+    def _wait_for_news(self, seconds: float) -> None:
         with contextlib.suppress(queue.Empty):
-            self._take(self._news.get(timeout=_LOOK_S))
+            self._take(self._news.get(timeout=seconds))
         self._take_news()
 
     def _take(self, news: tuple[int, Trajectory] | BaseException) -> None:

@@ -8,13 +8,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from shardproof.dist.collectives import exchange
+from shardproof.dist.collectives import exchange, together
 from shardproof.rl.background import BackgroundRollouts
 from shardproof.rl.conversations.steps import starts_of
 from shardproof.rl.data import Prompt, Share
 from shardproof.rl.experience import in_groups, known_rewards
 from shardproof.rl.reward_failures import result_together, rewards_together
 from shardproof.rl.rollouts import Sampler
+from shardproof.rl.rounds import settle
 from shardproof.rl.versions import check_usable, token_counts
 from shardproof.rollout.engine import Sampling
 from shardproof.rollout.trajectory import Reward, Trajectory, reward_of
@@ -51,6 +52,8 @@ class RunningEvaluation:
     Weights may change meanwhile, so the metrics say which wrote the completions: `eval/step` is the step after which
     the evaluation began, `eval/version` the version of the oldest weights, and `eval/version_last` that of the newest if
     there are several. Have one at a time: take the result of one before you begin the next.
+
+    Collective: every rank makes it.
     """
 
     def __init__(
@@ -68,7 +71,9 @@ class RunningEvaluation:
         leads = share.rank % share.sequence_parallel == 0
         mine = share.of(list(enumerate(prompts))) if leads else []
         self._started, self._seconds = time.perf_counter(), 0.0
-        self._batch = background.begin(starts_of(sampler.seed, mine, num_samples, -1 - step), sampling)
+        starts = starts_of(sampler.seed, mine, num_samples, -1 - step)
+        with together("rollout"):  # a thread may not be had on one rank
+            self._batch = background.begin(starts, sampling)
 
     @property
     def ready(self) -> bool:
@@ -90,6 +95,7 @@ class RunningEvaluation:
             return [reward_of(made) for made in trajectories]
 
         assert self._sampler.rewards is not None, "nothing scores these completions"
+        settle(self._batch)
         rewards_together(find, self._sampler.rewards.noticed)
         names = self._sampler.reward_names
         metrics, versions = _measure(trajectories, self._num_samples, names, self._share)

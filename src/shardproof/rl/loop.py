@@ -80,7 +80,7 @@ def _train(run: Run, folder: RunFolder, stop: StopFlag, loggers: Sequence[Logger
     metrics = _sync(run, step, folder)
     with together("output"):
         folder.begin(run.prompts, run.held_out, step, loggers)
-    evaluations = _Evaluations(run)
+    evaluations = _Evaluations(run, folder)
     if step == 0 and output.eval_every and (found := evaluations.after(step)):
         folder.log(step, found)
     stopping = 0
@@ -97,7 +97,7 @@ def _train(run: Run, folder: RunFolder, stop: StopFlag, loggers: Sequence[Logger
     finally:
         folder.close_outputs()
     if stopping:
-        evaluations.give_up(folder, step)
+        evaluations.give_up(step)
         raise Stopped(stopping, step)
     if output.save_model:
         if saved < step:
@@ -209,8 +209,8 @@ def _warn(folder: RunFolder, step: int, findings: Sequence[Finding]) -> None:
 class _Evaluations:
     """A run's evaluations: each is awaited, or runs beside training where sampling runs ahead of it in the background."""
 
-    def __init__(self, run: Run):
-        self._run = run
+    def __init__(self, run: Run, folder: RunFolder):
+        self._run, self._folder = run, folder
         self._beside = run.background is not None and run.recipe.rollout.ahead > 0
         self._running: RunningEvaluation | None = None
         self.are_ready = False  # all ranks
@@ -238,20 +238,19 @@ class _Evaluations:
             started = time.perf_counter()
             return _held_out_metrics(self._run, step) | {"time/evaluation": time.perf_counter() - started}
         running = _begin_evaluation(self._run, step)
-        if is_last:
-            return running.result()
-        self._running = running
-        return found
+        if not is_last:
+            self._running = running
+            return found
+        if found:  # the names are the same: it gets a line of its own
+            self._folder.log(step, found)
+        return running.result()
 
-    def give_up(self, folder: RunFolder, step: int) -> None:
+    def give_up(self, step: int) -> None:
         """End an evaluation that is not over when the run is stopped."""
         if self._running is not None:
             self._running.cancel()
-            folder.note(
-                step,
-                "evaluation",
-                f"the evaluation after step {self._running.step} was given up: the run was stopped",
-            )
+            text = f"the evaluation after step {self._running.step} was given up: the run was stopped"
+            self._folder.note(step, "evaluation", text)
 
 
 def _held_out_metrics(run: Run, step: int) -> dict[str, float]:

@@ -22,6 +22,8 @@ from shardproof.rollout.trajectory import Reward, Trajectory, reward_of
 
 Key = tuple[int, int]  # of a trajectory in its round: group and sample
 
+_TELL_S = 60.0  # how often ranks that wait for trajectories tell each other so
+
 
 @dataclass(frozen=True)
 class Means:
@@ -166,9 +168,8 @@ class SampledRound(Round):
         if self._rewards is None:
             assert self._pending is not None, "the round is begun"
             masks, nothing = self.means.sampler.masks_truncated, Reward(0.0)
-            found = iter(
-                self._pending.result()
-            )  # of those that had no reward, and whose environment did not fail
+            # Of those that had no reward, and whose environment did not fail.
+            found = iter(self._pending.result())
             self._rewards = [
                 made.reward
                 if made.reward is not None
@@ -242,7 +243,9 @@ class BackgroundRound(Round):
         Collective: every rank.
         """
         wanted = [k for k, start in enumerate(self.starts) if groups is None or start.group in groups]
-        with together("rollout"), self.means.sampler.lending():
+        with self.means.sampler.lending():
+            settle(self._batch, self._numbers(wanted))
+        with together("rollout"):
             self._taken = self._take(wanted) if self.means.leads else []
         if self.means.share.sequence_parallel > 1:
             self._taken = self._shared(self._taken)
@@ -286,11 +289,15 @@ class BackgroundRound(Round):
     def _take(self, places: Sequence[int]) -> list[Trajectory]:
         """Wait for the trajectories of these places, which are forgotten then."""
         self._look()
-        missing = set(places) - self._found.keys()
-        numbers = [number for number, place in enumerate(self._places) if place in missing]
+        numbers = self._numbers(places)
         if self._batch is not None and numbers:
             self._found |= {self._places[n]: made for n, made in self._batch.wait(numbers).items()}
         return [self._found.pop(place) for place in places]
+
+    def _numbers(self, places: Sequence[int]) -> list[int]:
+        """Where those of these places are in the batch whose trajectories were not fetched from it."""
+        missing = set(places) - self._found.keys()
+        return [number for number, place in enumerate(self._places) if place in missing]
 
     def _shared(self, mine: Sequence[Trajectory]) -> list[Trajectory]:
         """What the first of the ranks that share sequences took. Collective: every rank."""
@@ -304,3 +311,13 @@ class BackgroundRound(Round):
             assert each.trajectory is not None
             self.ledger.put(each.trajectory.group, each.trajectory.sample, each.turns)
         return [each.trajectory for each in given if each.trajectory is not None]
+
+
+def settle(batch: BackgroundBatch | None, places: Sequence[int] | None = None) -> None:
+    """Wait until each rank has what it wants of its batch, or knows that it will not come.
+
+    Ranks may need very different times, longer than the timeout of a collective: so they tell each other now and then
+    that they still wait. Collective: every rank.
+    """
+    while not all(exchange(batch is None or batch.settled(places, _TELL_S))):
+        pass
