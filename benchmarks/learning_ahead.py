@@ -106,6 +106,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--seeds", type=int, default=10)
+    parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=160)
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time, of one core each")
     parser.add_argument(
@@ -123,14 +124,15 @@ def main() -> None:
         print(f"  seed {seed}, ahead {ahead}: {found['reward']:.4f} in {found['seconds']:.0f} s", flush=True)
         return found
 
-    asked = [(seed, ahead) for seed in range(options.seeds) for ahead in AHEAD]
+    seeds = range(options.first_seed, options.first_seed + options.seeds)
+    asked = [(seed, ahead) for seed in seeds for ahead in AHEAD]
     with ThreadPoolExecutor(options.jobs) as pool:
         rows = list(pool.map(one, asked))
     runs = {ahead: [row for (_, a), row in zip(asked, rows, strict=True) if a == ahead] for ahead in AHEAD}
     found = summarise(runs)
     good = report(found)
     if options.json is not None:
-        write_json(options.json, environment, {"steps": options.steps, "learning": found})
+        write_json(options.json, environment, {"steps": options.steps, "seeds": [*seeds], "learning": found})
     if not good:
         raise SystemExit("a bar was missed")
 

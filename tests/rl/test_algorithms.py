@@ -123,6 +123,25 @@ def test_old_log_probs_are_scored_only_where_they_are_needed(settings, scored):
     assert make_algorithm(Algorithm(**settings), Rollout()).columns == scored
 
 
+@pytest.mark.parametrize(
+    ("settings", "rollout", "region"),
+    [
+        ({}, {}, "proximal"),
+        ({}, {"ahead": 1}, "behaviour"),
+        ({}, {"ahead": 1, "top_p": 0.9}, "proximal"),
+        ({"correction": "tis"}, {"ahead": 1}, "proximal"),
+        ({"correction": "none"}, {"ahead": 1}, "proximal"),
+        ({"tis_cap": 3.0}, {"ahead": 1}, "proximal"),
+        ({"trust_region": "proximal"}, {"ahead": 1}, "proximal"),
+        ({"trust_region": "behaviour"}, {}, "behaviour"),
+    ],
+)
+def test_the_ratio_is_measured_from_the_policy_that_drew_the_tokens_if_sampling_runs_ahead(
+    settings, rollout, region
+):
+    assert make_algorithm(Algorithm(**settings), Rollout(**rollout)).trust_region == region
+
+
 # Metrics.
 
 

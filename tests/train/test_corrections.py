@@ -58,6 +58,9 @@ def expected_metrics(case, gaps):
         each = np.concatenate([row[:1] for row in weights] if case == "mis" else weights)
         found["correction/ess"] = each.sum() ** 2 / (len(each) * (each**2).sum())
         found[f"correction/{'clipped' if case == 'tis' else 'masked'}"] = np.concatenate(hit).mean()
+    if case == "behaviour":  # the ratio has the importance weight in it
+        each = np.exp(flat)
+        found["correction/ess"] = each.sum() ** 2 / (len(each) * (each**2).sum())
     return found
 
 

@@ -26,6 +26,7 @@ from shardproof.user_code import is_user_name
 
 OPTIMIZERS = ("adamw", "muon")
 _OPTIMIZER_KEYS = ("name", "lr", "weight_decay", "betas")  # that every optimizer is given
+TIS_CAP = 2.0
 _OF_CORRECTIONS = {"tis_cap": "tis", "mis_cap": "mis", "icepop_bounds": "icepop"}
 
 
@@ -55,22 +56,23 @@ class Algorithm(Section):
     """
     router_coef: Coefficient = 0.0
     """Weight of the load-balancing loss of a mixture of experts. Models without a router accept 0 only."""
-    correction: Literal["tis", "mis", "icepop", "none"] = "tis"
+    correction: Literal["auto", "tis", "mis", "icepop", "none"] = "auto"
     """How tokens count that the engine drew with another probability than the trainer's: it rounds differently,
     or has older weights. `"tis"`: by their importance weight, at most `tis_cap`. `"mis"`: by that of the whole
     sequence, not at all above `mis_cap`. `"icepop"`: by their weight, not at all outside of `icepop_bounds`.
-    `"none"`: like all others."""
-    tis_cap: Limit | None = 2.0
+    `"none"`: like all others. `"auto"`: `"tis"` if `trust_region` is `"proximal"`."""
+    tis_cap: Limit | None = TIS_CAP
     """Upper bound of a token's importance weight, for `correction = "tis"`. Set it to `none` to disable the
     correction."""
     mis_cap: Limit = 2.0
     """Largest importance weight of a sequence that is trained on, for `correction = "mis"`."""
     icepop_bounds: tuple[Limit, Limit] = (0.5, 5.0)
     """Smallest and largest importance weight of a token that is trained on, for `correction = "icepop"`."""
-    trust_region: Literal["proximal", "behaviour"] = "proximal"
+    trust_region: Literal["auto", "proximal", "behaviour"] = "auto"
     """The policy that the clipped ratio is measured from. `"proximal"`: the weights at the beginning of the
     step, with `correction` for what the engine drew (the decoupled objective). `"behaviour"`: the policy that
-    drew the tokens, by the engine's own log-probs; there is no correction then."""
+    drew the tokens, by the engine's own log-probs; there is no correction then. `"auto"`: `"behaviour"` if
+    `rollout.ahead` is above 0, `rollout.top_p` is 1 and no correction is chosen, else `"proximal"`."""
     updates_per_batch: Count = 1
     """Optimizer updates per step: the step's prompts are split into this many equal parts.
     `train.prompts_per_step` must be divisible by it."""
@@ -118,8 +120,9 @@ class Algorithm(Section):
                 f"{self.correction!r} has nothing to correct: remove one of them"
             )
         for key, owner in _OF_CORRECTIONS.items():
-            if self.correction != owner and getattr(self, key) != type(self).model_fields[key].default:
-                raise ValueError(f"{key} is for correction={owner!r}, not for {self.correction!r}")
+            correction = "tis" if self.correction == "auto" else self.correction
+            if correction != owner and getattr(self, key) != type(self).model_fields[key].default:
+                raise ValueError(f"{key} is for correction={owner!r}, not for {correction!r}")
         return self
 
 

@@ -103,7 +103,7 @@ def spec_problem(recipe: Recipe, spec: AlgorithmSpec) -> str | None:
         return f"algorithm.kl_coef and algorithm.entropy_coef are for algorithms that sample, not for {name}"
     if not spec.samples and settings.updates_per_batch > 1:
         return f"algorithm.updates_per_batch: {name} takes one update per batch; raise train.steps instead"
-    if not spec.samples and (settings.correction != "tis" or settings.trust_region != "proximal"):
+    if not spec.samples and (settings.correction != "auto" or settings.trust_region != "auto"):
         return (
             f"algorithm.correction and algorithm.trust_region are for algorithms that sample, not for {name}"
         )

@@ -92,6 +92,11 @@ def find_correction(
     return None if name == "none" or tis_cap is None else truncated(tis_cap)
 
 
+def importance(gap: torch.Tensor) -> torch.Tensor:
+    """exp(gap), for metrics."""
+    return torch.exp(gap.clamp(max=_MAX_GAP))
+
+
 def mismatch_kl(gap: torch.Tensor) -> torch.Tensor:
     """KL(engine || trainer) of drawn tokens by the k3 estimate: exp(gap) - gap - 1, never negative."""
     # In float64: in float32 small gaps, which are the usual ones, would be lost to rounding.

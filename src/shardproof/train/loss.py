@@ -9,7 +9,7 @@ import torch
 
 from shardproof.bounds import require_number
 from shardproof.errors import choose, fail
-from shardproof.train.corrections import Correction, find_correction, mismatch_kl
+from shardproof.train.corrections import Correction, find_correction, importance, mismatch_kl
 
 
 @dataclass(frozen=True)
@@ -131,6 +131,8 @@ class _PolicyGradient:
                 weights, told = self.correction.weigh(gap, columns)
                 loss = loss * weights
                 metrics |= told
+            else:
+                metrics["correction/ess"] = importance(gap)
             distance = {
                 "mismatch/mean": gap.abs(),
                 "mismatch/max": gap.abs(),
@@ -159,7 +161,10 @@ class _PolicyGradient:
             whole = self.rollout_top_p == 1.0
             distance = {"mismatch/mean": "mean", "mismatch/max": "max", "mismatch/kl": "mean"}
             found |= distance if whole else {"nucleus/mean": "mean"}
-        found |= {} if self.correction is None else self.correction.metrics
+        if self.correction is not None:
+            found |= self.correction.metrics
+        elif self.trust_region == "behaviour":  # the ratio has the importance weight in it
+            found |= {"correction/ess": "ess"}
         found |= {"kl/mean": "mean"} if self.report_kl else {}
         return found | ({"entropy/mean": "mean"} if self.entropy_coef else {})
 

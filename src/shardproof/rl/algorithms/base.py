@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 
 from shardproof.config.algorithms import AlgorithmSpec
+from shardproof.config.learning import TIS_CAP
 from shardproof.config.schema import Algorithm as Settings
 from shardproof.config.schema import Rollout
 from shardproof.rl.advantages import overlong_penalty
@@ -46,13 +47,26 @@ class Algorithm:
         settings = self.settings
         in_reward = settings.kl_coef > 0 and settings.kl_in == "reward"
         # With one update the policy is its own old policy; by "behaviour" the engine's log-probs stand for it.
-        has_old = settings.updates_per_batch > 1 and settings.trust_region == "proximal"
+        has_old = settings.updates_per_batch > 1 and self.trust_region == "proximal"
         needed = {
             "ref_logps": settings.kl_coef > 0,
             "old_logps": has_old or in_reward,
             "values": self.spec.has_critic,
         }
         return frozenset(name for name, is_needed in needed.items() if is_needed)
+
+    @property
+    def trust_region(self) -> str:
+        """The policy that the ratio is measured from, "proximal" or "behaviour".
+
+        Where sampling runs ahead, clipping around the policy that drew the tokens learned best (docs/running-ahead.md);
+        a nucleus, or a correction that is asked for, needs the policy at the beginning of the step.
+        """
+        settings, rollout = self.settings, self.rollout
+        if settings.trust_region != "auto":
+            return settings.trust_region
+        corrects = settings.correction != "auto" or settings.tis_cap != TIS_CAP
+        return "behaviour" if rollout.ahead and rollout.top_p == 1.0 and not corrects else "proximal"
 
     @property
     def drops_equal_rewards(self) -> bool:
@@ -100,11 +114,11 @@ class Algorithm:
             kl_ratio_correction=settings.kl_ratio_correction,
             report_kl=settings.kl_coef > 0,
             rollout_top_p=self.rollout.top_p,
-            correction=settings.correction,
+            correction="tis" if settings.correction == "auto" else settings.correction,
             tis_cap=settings.tis_cap,
             mis_cap=settings.mis_cap,
             icepop_bounds=settings.icepop_bounds,
-            trust_region=settings.trust_region,
+            trust_region=self.trust_region,
             name=settings.name,
         )
 
