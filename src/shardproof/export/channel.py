@@ -1,7 +1,8 @@
 """Connections between trainer ranks and receivers of weights, which share a secret. Nothing is encrypted.
 
-Both sides prove that they know the secret, without sending it. Then every frame is authenticated. A frame is two lengths, a JSON header, a body of raw bytes, and a code (HMAC-SHA-256) over all of it and the frame's
-number, under a key of this connection and direction. Lengths have limits that are checked before memory is taken.
+Both sides prove that they know the secret, without sending it. Then every frame is authenticated. A frame is two lengths,
+a JSON header, a body of raw bytes, and a code (HMAC-SHA-256) over all of it and the frame's number, under a key of this
+connection and direction. Lengths have limits that are checked before memory is taken.
 """
 
 from __future__ import annotations
