@@ -85,15 +85,18 @@ class FinishedBuffer(Buffer):
         return {(number, group) for row in message.rows for number, group in row}
 
     def _choose(self, step: int, count: int, complete: set[Place]) -> list[Place] | None:
-        """The prompts that the step takes, in the order in which they were drawn; None if it has to wait."""
+        """The prompts that the step takes, those that may not get older first; None if it has to wait."""
         begun = self._begun
+        last = [self._last_step(each) for each in begun]
         open_places = [(number, one.group) for number, each in enumerate(begun) for one in each.drawn]
+        # This is the order in which they were drawn, but after a resume: what could not be kept has begun again, later
+        # than prompts that were drawn after it. Without this a step could wait for ever for what it does not choose.
+        open_places.sort(key=lambda place: last[place[0]])
         chosen = [place for place in open_places if place in complete][:count]
         if len(chosen) < count:
             return None
         if self._drops:
             return chosen
-        last = [self._last_step(each) for each in begun]
         for limit in sorted(set(last)):
             # What must be taken by then, less what the steps after this one can take.
             old = [place for place in open_places if last[place[0]] <= limit]

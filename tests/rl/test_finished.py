@@ -1,0 +1,58 @@
+"""Which prompts a step takes in the order of `rollout.order = "finished"`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from shardproof.rl import finished
+from shardproof.rl.rounds import BackgroundRound, Drawn
+
+NUM = 4  # prompts of a step
+MEANS: Any = SimpleNamespace(leads=True)
+
+
+class Complete(BackgroundRound):
+    """A round whose trajectories are all there."""
+
+    def __init__(self, begun_at: int):
+        super().__init__(MEANS, 0, [Drawn(k, k, k) for k in range(NUM)])
+        self.begun_at = begun_at
+
+    def complete_groups(self) -> list[int]:
+        return [each.group for each in self.drawn]
+
+    def trajectories(self, groups: Any = None) -> list[Any]:
+        self.drawn = [each for each in self.drawn if each.group not in groups]
+        return []
+
+
+@pytest.fixture(autouse=True)
+def one_rank_that_never_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextmanager
+    def alone(stage: str) -> Iterator[Any]:
+        message = SimpleNamespace()
+        yield message
+        message.rows = [message.mine]
+
+    def wait(seconds: float) -> None:
+        raise AssertionError("the step waits, although everything is complete")
+
+    monkeypatch.setattr(finished, "together", alone)
+    monkeypatch.setattr(finished, "time", SimpleNamespace(sleep=wait, perf_counter=lambda: 0.0))
+
+
+@pytest.mark.parametrize(
+    ("begun_at", "left"), [([3, 4, 5], [0, 4, 4]), ([5, 3, 4], [4, 0, 4]), ([4, 4, 3], [4, 4, 0])]
+)
+def test_a_step_takes_what_may_not_get_older_first_also_if_it_was_drawn_later(begun_at, left):
+    # So it is after a resume, if nothing of the prompts that were drawn first could be kept: they begin again.
+    buffer = finished.FinishedBuffer(MEANS, None, num_prompts=NUM, num_steps=9, ahead=2)
+    rounds = [Complete(each) for each in begun_at]
+    buffer.rounds = [*rounds]
+    assert len(buffer.take(5, NUM).groups) == NUM
+    assert [len(each.drawn) for each in rounds] == left
