@@ -127,11 +127,12 @@ class Dispatcher:
         return {"ahead/in_flight": float(len(self._sending)), "time/engine_idle": sum(idle) / len(idle)}
 
     async def _tick(self) -> None:
-        """Now and then, see whether replicas that have requests still answer, and whether any serves at all."""
+        """Now and then, see whether replicas that have requests still answer, and whether any serves what waits."""
         fleet = self._sending.fleet
         while True:
             await asyncio.sleep(fleet.look_s)
             fleet.watch()
+            self._sending.fail_refused(self._unserved_s)
             if problem := fleet.unserved(self._unserved_s):
                 self._sending.fail_waiting("R505", problem)
 

@@ -38,6 +38,7 @@ class ReplicaLink:
         self._says_versions = says_versions
         self._idle_s, self._idle_since = 0.0, time.monotonic()
         self._next_look: asyncio.Task[tuple[str, int | None]] | None = None
+        self._looks: set[asyncio.Task[tuple[str, int | None]]] = set()  # under way, and the next one
         self._turn = asyncio.Lock()
 
     def __str__(self) -> str:
@@ -91,8 +92,14 @@ class ReplicaLink:
         """As `look`, by a call that is made after this one; those who wait at the same time share it."""
         if self._next_look is None:
             self._next_look = asyncio.ensure_future(self._look_in_turn(seconds))
-            self._next_look.add_done_callback(lambda task: task.cancelled() or task.exception())
+            self._looks.add(self._next_look)
+            self._next_look.add_done_callback(self._looked)
         return await asyncio.shield(self._next_look)
+
+    def _looked(self, task: asyncio.Task[tuple[str, int | None]]) -> None:
+        self._looks.discard(task)
+        if not task.cancelled():
+            task.exception()  # those who wait raise it; without this, one that nobody waits for would be reported
 
     async def _look_in_turn(self, seconds: float) -> tuple[str, int | None]:
         async with self._turn:
@@ -100,8 +107,10 @@ class ReplicaLink:
             return await self.look(seconds)
 
     async def close(self) -> None:
-        tasks = [task for task in (self.minder, self.watcher, self._next_look) if task is not None]
-        for task in (*tasks, *self.attempts):
+        tasks = [
+            task for task in (self.minder, self.watcher, *self._looks, *self.attempts) if task is not None
+        ]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, *self.attempts, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         await self.client.close()

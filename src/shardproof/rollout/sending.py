@@ -41,6 +41,7 @@ class Asked:
         self.future: Future[Trajectory] = Future()
         self.draft, self.number = draft, number
         self.refused: dict[str, str] = {}  # by replica: what it said
+        self.stuck_since: float | None = None  # all that serve have refused it
         self.num_failures, self.spent_s = 0, 0.0
         self.attempt: asyncio.Task[None] | None = None
 
@@ -83,6 +84,23 @@ class Sending:
         waiting, self._waiting, self._order = self._waiting, {}, []
         for asked in waiting.values():
             _fail(asked, code, message)
+
+    def fail_refused(self, seconds: float) -> None:
+        """Answer those with an error that only replicas could take which are out for so long. To be called now and then."""
+        now = time.monotonic()
+        serving = {link.name for link in self.fleet.links if link.serving}
+        for number, asked in list(self._waiting.items()):
+            if not serving or not serving <= asked.refused.keys():
+                asked.stuck_since = None
+                continue
+            asked.stuck_since = asked.stuck_since or now
+            if now - asked.stuck_since >= seconds:
+                del self._waiting[number]
+                self._fail_refused(asked)
+
+    def _fail_refused(self, asked: Asked) -> None:
+        *_, said = asked.refused.values()
+        _fail(asked, "R506", f"the server refused a request: {said}.")
 
     def send(self) -> None:
         """Give waiting requests to replicas while there is room, first in, first out."""
@@ -222,7 +240,7 @@ class Sending:
             return
         asked.refused[link.name] = text
         if all(each.name in asked.refused for each in self.fleet.links if each.serving):
-            _fail(asked, "R506", f"the server refused a request: {text}.")
+            self._fail_refused(asked)
 
     def _blame(self, asked: Asked, link: ReplicaLink, error: str) -> None:
         """Note a failure of a replica at a request, which another is to answer."""

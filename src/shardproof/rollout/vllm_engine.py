@@ -86,16 +86,17 @@ class VllmEngine:
         run, addresses, vllm = message.rows[0]
         check_reach([url for _, url in addresses], apart)
         self._payload = make_payload(policy, self.settings, self._adapter, self._folder)
-        self.dispatcher = Dispatcher(
-            [ReplicaAddress(name, url) for name, url in addresses],
-            run,
-            interface_of(vllm),
-            in_flight=2 * batch_size,  # while a server answers one batch, it has the next
-            request_timeout_s=self.settings.request_timeout_s,
-            adapter=self._adapter,
-            experts=experts,
-            unserved_s=self._sync_deadline_s if self._can_repair else _UNSERVED_S,
-        )
+        with together("rollout"):  # a thread, or a package, may not be had on one rank
+            self.dispatcher = Dispatcher(
+                [ReplicaAddress(name, url) for name, url in addresses],
+                run,
+                interface_of(vllm),
+                in_flight=2 * batch_size,  # while a server answers one batch, it has the next
+                request_timeout_s=self.settings.request_timeout_s,
+                adapter=self._adapter,
+                experts=experts,
+                unserved_s=self._sync_deadline_s if self._can_repair else _UNSERVED_S,
+            )
         self._requests = CollectiveRequests(
             self.start, lambda: self._deadline(self._sync_deadline_s + self.settings.request_timeout_s)
         )
@@ -182,16 +183,12 @@ class VllmEngine:
 
         def deliver(replicas: Replicas, drawn: bool) -> list[Any]:
             proof = replicas.deliver(payload, packed.lost, drawn)
-            return [
-                proof.gap,
-                {"write": written, "canary/trainer": scored, **proof.seconds},
-                replicas.serving,
-            ]
+            return [proof.gap, {"write": written, "canary/trainer": scored, **proof.seconds}]
 
-        gap, seconds, serving = self._while_held(deliver)
+        gap, seconds = self._while_held(deliver)
         self.proof = Proof(receipt.version, gap, seconds)
         self.version = receipt.version
-        self._payload.keep(serving)
+        self._payload.keep()
         return receipt
 
     def _while_held(self, act: Callable[[Replicas, bool], Any]) -> Any:
@@ -286,7 +283,9 @@ class VllmEngine:
         """Take a request of this rank; returns at once. From any thread. Not collective."""
         self._check_can_draw()
         self._unproved = True
-        return self.dispatcher.start(request, sampling)
+        asked = self.dispatcher.start(request, sampling)
+        self._unproved = True  # again: the main thread may just have seen that nothing is unanswered
+        return asked
 
     def _check_can_draw(self) -> None:
         self._check_awake("generate")
@@ -327,13 +326,13 @@ class VllmEngine:
 
     def sleep(self) -> None:
         """Have the servers give up weights and KV cache. Collective: every rank."""
-        if self.busy or self.dispatcher.num_unanswered:
-            fix = "poll it until it is not busy"
-            raise fail("R501", "sleep", "the engine still has requests to answer.", fix=fix)
-        self.dispatcher.hold()
         if not self._sleeps:
             fix = "make it with sleeps=True; in a recipe, set rollout.sleep=true"
             raise fail("C001", "sleep", "the server was not started with vLLM's sleep mode.", fix=fix)
+        if any(exchange(self.busy or self.dispatcher.num_unanswered > 0)):
+            fix = "poll it until it is not busy"
+            raise fail("R501", "sleep", "the engine still has requests to answer.", fix=fix)
+        self.dispatcher.hold()
         with self._deadline(self.settings.sync_timeout_s), together("sync"):
             if self.replicas is not None:
                 self.replicas.sleep()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,6 +13,7 @@ from shardproof.dist.collectives import broadcast
 from shardproof.export.manifest import ExportReceipt
 from shardproof.export.network import NetworkWeights
 from shardproof.export.pretrained import save_pretrained
+from shardproof.export.received import manifest_rows
 from shardproof.export.shared import SharedWeights
 from shardproof.findings import Finding
 from shardproof.shard.sharded_model import ShardedModel
@@ -36,8 +37,8 @@ class Payload(Protocol):
         """Write the policy's weights. Collective: every rank."""
         ...
 
-    def keep(self, serving: Sequence[str]) -> None:
-        """What was packed last is committed at these replicas. Collective: every rank."""
+    def keep(self) -> None:
+        """What was packed last is committed. Collective: every rank."""
         ...
 
     def close(self) -> None:
@@ -67,16 +68,10 @@ class SharedPayload:
         if len(self.buffers) < 2:
             self.buffers.insert(0, SharedWeights(self.policy, self.policy.settings.compute_dtype))
         receipt = self.buffers[0].write()
-        digests = receipt.manifest.digests
-        manifest = [
-            (meta.name, str(meta.dtype).removeprefix("torch."), list(meta.shape), digests.get(meta.name))
-            for meta in receipt.manifest.tensors
-        ]
-        return Packed(
-            receipt, {"update": {"address": self.buffers[0].address.to_json(), "manifest": manifest}}
-        )
+        address, rows = self.buffers[0].address.to_json(), manifest_rows(receipt.manifest)
+        return Packed(receipt, {"update": {"address": address, "manifest": rows}})
 
-    def keep(self, serving: Sequence[str]) -> None:
+    def keep(self) -> None:
         """What was packed last is committed; the next payload goes where the one before it lies."""
         self.buffers.reverse()
 
@@ -110,7 +105,7 @@ class NetworkPayload:
         lost = {r: sent.lost[name] for r, name in self._receiver.items() if name in sent.lost}
         return Packed(sent.receipt, {"updates": reached}, lost)
 
-    def keep(self, serving: Sequence[str]) -> None:
+    def keep(self) -> None:
         """Have all receivers that were reached keep what they were sent: replicas that are out will be brought to it.
 
         Collective: every rank.
@@ -136,11 +131,13 @@ class AdapterPayload:
         receipt = save_pretrained(self.policy, folder, self.policy.settings.compute_dtype, merge_lora=False)
         return Packed(receipt, {"adapter": str(folder)})
 
-    def keep(self, serving: Sequence[str]) -> None:
+    def keep(self) -> None:
         """What was packed last is committed; older ones go."""
         for old in self.folder.glob(f"{_ADAPTER}*") if self.folder is not None else ():
             if old.name != f"{_ADAPTER}{self.policy.version}":
-                shutil.rmtree(old)
+                shutil.rmtree(
+                    old, ignore_errors=True
+                )  # rank 0 alone is here; what is left goes with the engine's folder
 
     def close(self) -> None:
         """The folder goes with the engine's."""
