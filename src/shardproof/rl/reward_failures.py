@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from shardproof.dist.collectives import together
 from shardproof.errors import fail
-from shardproof.rl.conversations.measures import NAME, with_environment
+from shardproof.rl.conversations.measures import NAME, all_rewards
 from shardproof.rl.rewards import PendingRewards
 from shardproof.rollout.trajectory import Reward, Trajectory
 from shardproof.text import printable
@@ -22,19 +22,9 @@ _MAX_TEXT = 400
 _TURN = re.compile(r"turn [0-9]+: ")  # how an environment's errors begin, whatever failed
 
 
-def result_together(
-    pending: PendingRewards, trajectories: Sequence[Trajectory], masks: bool = False
-) -> list[Reward]:
+def result_together(pending: PendingRewards, trajectories: Sequence[Trajectory]) -> list[Reward]:
     """The rewards of this rank's trajectories, environments' included: see `rewards_together`. Collective: every rank."""
-
-    def find() -> list[Reward]:
-        found = iter(pending.result())  # of those whose environment did not fail
-        nothing = Reward(0.0)
-        return [
-            with_environment(t, nothing if t.ended == "failed" else next(found), masks) for t in trajectories
-        ]
-
-    return rewards_together(find, pending.noticed)
+    return rewards_together(lambda: all_rewards(trajectories, pending.result(), masks=False), pending.noticed)
 
 
 def rewards_together(find: Callable[[], list[Reward]], noticed: set[str]) -> list[Reward]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from shardproof.dist.collectives import exchange, together
 from shardproof.rl.background import BackgroundBatch, BackgroundRollouts
-from shardproof.rl.conversations.measures import reward_sample, with_environment
+from shardproof.rl.conversations.measures import all_rewards, reward_sample
 from shardproof.rl.conversations.steps import Start, starts_of
 from shardproof.rl.data import Prompt, Share
 from shardproof.rl.known import Known
@@ -167,15 +167,8 @@ class SampledRound(Round):
     def rewards(self) -> list[Reward]:
         if self._rewards is None:
             assert self._pending is not None, "the round is begun"
-            masks, nothing = self.means.sampler.masks_truncated, Reward(0.0)
-            # Of those that had no reward, and whose environment did not fail.
-            found = iter(self._pending.result())
-            self._rewards = [
-                made.reward
-                if made.reward is not None
-                else with_environment(made, nothing if made.ended == "failed" else next(found), masks)
-                for made in self._made
-            ]
+            masks = self.means.sampler.masks_truncated
+            self._rewards = all_rewards(self._made, self._pending.result(), masks)
         return self._rewards
 
     def close(self) -> None:

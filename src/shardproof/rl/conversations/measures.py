@@ -32,6 +32,20 @@ def with_environment(trajectory: Trajectory, scored: Reward, masks: bool) -> Rew
     )
 
 
+def all_rewards(trajectories: Iterable[Trajectory], scored: Iterable[Reward], masks: bool) -> list[Reward]:
+    """The rewards of trajectories, environments' included.
+
+    `scored` are what functions say, in order, of those that have no reward yet and whose environment did not fail.
+    """
+    found, nothing = iter(scored), Reward(0.0)
+    return [
+        made.reward
+        if made.reward is not None
+        else with_environment(made, nothing if made.ended == "failed" else next(found), masks)
+        for made in trajectories
+    ]
+
+
 def reward_sample(trajectory: Trajectory, row: Mapping[str, Any]) -> tuple[str, str, dict[str, Any]]:
     """What reward functions read: the prompt's text, the completion, and the data row.
 
