@@ -198,7 +198,7 @@ class Inbox:
                 state = "not verified" if pending.digest is None else f"version {pending.version}"
                 raise Refused(f"version {version} cannot be committed: what is here is {state}")
             if self._committed is not None:
-                self._spare = self._committed.memory
+                self._spare_for_next(self._committed.memory)
             self._committed = Committed(pending.run, version, pending.digest, pending.memory)
             self._pending = None
             return self._committed.to_json()
@@ -230,7 +230,12 @@ class Inbox:
         pending, self._pending = self._pending, None
         self._changed.wait_for(lambda: not self._writers)
         if pending is not None:
-            self._spare = pending.memory
+            self._spare_for_next(pending.memory)
+
+    def _spare_for_next(self, memory: Memory) -> None:
+        if self._spare is not None:  # a session that ended while another began
+            self._spare.close()
+        self._spare = memory
 
     def _free(self) -> None:
         if self._committed is not None:

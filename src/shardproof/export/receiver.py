@@ -55,7 +55,12 @@ class Receiver:
             name = f"{peer[0]}:{peer[1]}"
             self._welcome(connection)
             thread = threading.Thread(target=self._answer, args=(connection, name), daemon=True)
-            thread.start()
+            try:
+                thread.start()
+            except RuntimeError as error:  # no more threads can be had: it may get better
+                logger.warning("the connection from %s was not answered: %s", name, error)
+                self._hang_up(connection)
+                continue
             self._threads = [*(other for other in self._threads if other.is_alive()), thread]
 
     def close(self) -> None:
@@ -102,10 +107,13 @@ class Receiver:
             if not self._closed:
                 logger.exception("connection from %s", peer)
         finally:
-            with self._lock:
-                self._strangers.pop(connection, None)
-                self._open.discard(connection)
-            connection.close()
+            self._hang_up(connection)
+
+    def _hang_up(self, connection: socket.socket) -> None:
+        with self._lock:
+            self._strangers.pop(connection, None)
+            self._open.discard(connection)
+        connection.close()
 
     def _talk(self, channel: Channel) -> None:
         """Do what a trainer asks; what is refused ends the connection with the reason."""
