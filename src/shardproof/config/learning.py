@@ -57,10 +57,10 @@ class Algorithm(Section):
     router_coef: Coefficient = 0.0
     """Weight of the load-balancing loss of a mixture of experts. Models without a router accept 0 only."""
     correction: Literal["auto", "tis", "mis", "icepop", "none"] = "auto"
-    """How tokens count that the engine drew with another probability than the trainer's: it rounds differently,
-    or has older weights. `"tis"`: by their importance weight, at most `tis_cap`. `"mis"`: by that of the whole
-    sequence, not at all above `mis_cap`. `"icepop"`: by their weight, not at all outside of `icepop_bounds`.
-    `"none"`: like all others. `"auto"`: `"tis"` if `trust_region` is `"proximal"`."""
+    """How tokens count that the engine drew with another probability than the trainer's. `"tis"`: by their
+    importance weight, at most `tis_cap`. `"mis"`: by that of the whole sequence, not at all above `mis_cap`.
+    `"icepop"`: by their weight, not at all outside of `icepop_bounds`. `"none"`: all alike. `"auto"`: `"tis"`
+    if `trust_region` is `"proximal"`."""
     tis_cap: Limit | None = TIS_CAP
     """Upper bound of a token's importance weight, for `correction = "tis"`. Set it to `none` to disable the
     correction."""
@@ -70,9 +70,9 @@ class Algorithm(Section):
     """Smallest and largest importance weight of a token that is trained on, for `correction = "icepop"`."""
     trust_region: Literal["auto", "proximal", "behaviour"] = "auto"
     """The policy that the clipped ratio is measured from. `"proximal"`: the weights at the beginning of the
-    step, with `correction` for what the engine drew (the decoupled objective). `"behaviour"`: the policy that
-    drew the tokens, by the engine's own log-probs; there is no correction then. `"auto"`: `"behaviour"` if
-    `rollout.ahead` is above 0, `rollout.top_p` is 1 and no correction is chosen, else `"proximal"`."""
+    step, with `correction` for what the engine drew. `"behaviour"`: the policy that drew the tokens, without a
+    correction. `"auto"`: `"behaviour"` if `rollout.ahead` is above 0, `rollout.top_p` is 1 and no correction is
+    chosen, else `"proximal"`."""
     updates_per_batch: Count = 1
     """Optimizer updates per step: the step's prompts are split into this many equal parts.
     `train.prompts_per_step` must be divisible by it."""

@@ -32,7 +32,7 @@ class Rollout(Section):
     it."""
     batch_size: Count = 256
     """Completions that each rank decodes at a time. Lower it if sampling runs out of memory; results do not
-    change."""
+    change. With vLLM, each server has up to twice as many requests of a rank."""
     cache_gib: Annotated[float, Bound(ge=0.0, le=2.0**20)] = 4.0
     """Most GiB per rank in which the embedded engine keeps the keys and values of conversations between their
     turns, so that a turn reads only what is new. Conversations that find no room are read again from their

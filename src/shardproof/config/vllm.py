@@ -64,7 +64,8 @@ class VllmSettings:
     sync_timeout_s: Seconds = 600.0
     """Longest time for one weight sync with all its checks, in seconds."""
     request_timeout_s: Seconds = 1800.0
-    """Longest wait for a batch of completions, in seconds."""
+    """Longest time that servers may need for one completion, in seconds; time spent waiting for a server is
+    not counted."""
 
     @property
     def urls(self) -> list[str]:
