@@ -188,6 +188,7 @@ def _sync(run: Run, step: int, folder: RunFolder) -> dict[str, float]:
     """Bring the policy's weights to the engine, where there is one that samples. Collective: every rank."""
     version = {"version": float(run.policy.model.version)}
     if not run.algorithm.spec.samples:
+        run.sampler.versions.hand_over(run.policy.model.version)  # evaluations sample from the policy itself
         return version
     if run.recipe.rollout.sleep:
         run.sampler.engine.wake()
