@@ -9,8 +9,13 @@ from typing import Any
 
 import pytest
 
+from shardproof.errors import ShardproofError
 from shardproof.rl import finished
+from shardproof.rl.buffer import Buffer
+from shardproof.rl.data import Prompt
 from shardproof.rl.rounds import BackgroundRound, Drawn
+from shardproof.rl.saved_rounds import describe_buffer, restore_buffer
+from shardproof.rl.versions import Versions
 
 NUM = 4  # prompts of a step
 MEANS: Any = SimpleNamespace(leads=True)
@@ -56,3 +61,14 @@ def test_a_step_takes_what_may_not_get_older_first_also_if_it_was_drawn_later(be
     buffer.rounds = [*rounds]
     assert len(buffer.take(5, NUM).groups) == NUM
     assert [len(each.drawn) for each in rounds] == left
+
+
+def test_prompts_that_were_begun_in_this_order_are_not_lost_in_the_other():
+    prompts = [Prompt({"prompt": str(k)}, str(k), (1, k)) for k in range(NUM)]
+    means: Any = SimpleNamespace(
+        prompts=prompts, sampler=SimpleNamespace(versions=Versions()), background=None
+    )
+    saved = finished.FinishedBuffer(means, None, num_prompts=NUM, num_steps=9, ahead=2)
+    saved.rounds = [BackgroundRound(means, 3, [Drawn(1, 1, 1)])]
+    with pytest.raises(ShardproofError, match="C006 resume: the checkpoint has prompts that were begun"):
+        restore_buffer(Buffer(means, None, num_prompts=NUM, num_steps=9), describe_buffer(saved), {})

@@ -149,6 +149,20 @@ def test_the_replica_with_the_least_work_is_next(make: Any) -> None:
     assert seeds == [[0], [1, 6, 7], [2, 3, 4, 5]]
 
 
+@pytest.mark.parametrize("vllm", ["0.32.0", "0.26.0"])
+def test_what_waited_for_a_sync_is_spread_over_all_replicas(make: Any, vllm: str) -> None:
+    dispatcher, servers = make(2, vllm=vllm)
+    dispatcher.hold()
+    for server in servers:
+        server.hold_back()
+    asked = [dispatcher.start(request(seed), EIGHT) for seed in range(4)]
+    dispatcher.release(0, ["0", "1"])
+    for server in servers:
+        server.until_at(2)
+        server.go_on()
+    assert [said(each) for each in asked] == [drawn(0, seed) for seed in range(4)]
+
+
 @pytest.mark.parametrize("fault", ["die", "half", "garbage", (500, "out of memory"), (429, "later")])
 @pytest.mark.parametrize("vllm", ["0.32.0", "0.26.0"])
 def test_requests_of_a_failing_replica_go_to_another(make: Any, fault: Any, vllm: str) -> None:

@@ -133,6 +133,9 @@ def test_a_replica_that_dies_in_a_sync_is_out_and_comes_back_proved(build, path,
     fakes[1].revive()
     until(lambda: replicas.serving == ["0", "1"])
     assert labels(fakes) == [f"{RUN}/1"] * 2 and fakes[1].weights == 1
+    events = []
+    until(lambda: events.extend(replicas.events()) or events[-1:] == ["replica 1 is back at version 1"])
+    assert "R505 replica 1" in events[0] and not replicas.events()
     # Its label came last, after the canary.
     paths = [path for path in fakes[1].calls[asked:] if path not in ("/health", "/weight_info")]
     marks = [place for place, path in enumerate(paths) if path == "/update_weight_version"]

@@ -32,6 +32,8 @@ class Buffer:
     at most `ahead` hand-overs old when their step trains on it.
     """
 
+    order = "drawn"
+
     def __init__(
         self, means: Means, stream: PromptStream, *, num_prompts: int, num_steps: int, ahead: int = 0
     ):

@@ -24,6 +24,8 @@ class FinishedBuffer(Buffer):
     time.
     """
 
+    order = "finished"
+
     def __init__(self, *given: Any, drops: bool = False, **settings: Any):
         super().__init__(*given, **settings)
         self._drops = drops

@@ -26,7 +26,7 @@ from shardproof.rl.setup import Run, set_up
 from shardproof.rl.sft import held_out_loss, sft_batch
 from shardproof.rl.stopping import StopFlag, Stopped
 from shardproof.rl.updates import Update, step_metrics, update
-from shardproof.rollout.engine import Request, Sampling
+from shardproof.rollout.engine import Request, Sampling, events_of
 from shardproof.rollout.trajectory import Trajectory
 from shardproof.user_code import is_user_name
 
@@ -130,6 +130,8 @@ def one_step(run: Run, step: int, folder: RunFolder) -> dict[str, float]:
             folder.note(step + 1, "skip", f"{result.reason}: rank {result.rank}, {result.tensor}")
     for error in experience.errors:
         folder.note(step + 1, NAME if error.startswith(f"{NAME}: ") else "reward", error)
+    for event in events_of(run.sampler.engine):
+        folder.note(step + 1, "engine", event)
     write_samples(folder, experience, step + 1, run.sampler.tokenizer)
     return metrics
 

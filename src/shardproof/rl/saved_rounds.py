@@ -23,6 +23,7 @@ _DIGEST_CHARACTERS = 16
 def describe_buffer(buffer: Buffer) -> dict[str, Any]:
     """What a checkpoint's state says of the buffer: the same on every rank, and JSON-able."""
     return {
+        "order": buffer.order,
         "versions": buffer.versions.to_json(),
         "num_drawn": sorted(buffer.num_drawn.items()),
         "rounds": [_describe(each) for each in buffer.rounds],
@@ -63,6 +64,12 @@ def restore_buffer(buffer: Buffer, described: Mapping[str, Any], files: Mapping[
     if not _are_same(buffer.means.prompts, drawn, digests):
         buffer.stream.position = min(each.position for each in drawn)
         return
+    if rounds and buffer.order == "drawn" and described.get("order") == "finished":
+        message = (
+            f"the checkpoint has prompts that were begun with rollout.order='finished' ({len(drawn)}); in the order in "
+            "which they were drawn, some of them would be lost."
+        )
+        raise fail("C006", "resume", message, fix="resume with rollout.order='finished'")
     known = _read(files)
     buffer.num_drawn = num_drawn
     buffer.rounds = [

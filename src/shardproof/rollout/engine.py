@@ -235,3 +235,9 @@ def forget(engine: Engine) -> None:
     method = getattr(engine, "forget", None)
     if callable(method):
         method()
+
+
+def events_of(engine: Engine) -> list[str]:
+    """What happened to an engine since the last call, for the run's record, on this rank. Engines need not have `events()`."""
+    method = getattr(engine, "events", None)
+    return method() if callable(method) else []

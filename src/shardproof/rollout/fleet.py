@@ -13,6 +13,7 @@ from shardproof.rollout.labels import label_of
 from shardproof.rollout.replica_link import ReplicaAddress, ReplicaLink
 from shardproof.rollout.vllm_client import Refused, Unreachable
 
+_SPREAD_S = 0.3
 _WATCH_S = 5.0  # a replica that has requests and was silent for so long is asked for its label
 
 
@@ -40,6 +41,8 @@ class Fleet:
         self._on_serving = on_serving
         self.epoch = 0  # counts holds and releases: what was seen before one of them says nothing after it
         self._unserved_since: float | None = None
+        self._unread: set[str] = set()  # replicas whose label was not read since the release
+        self._spread_until = 0.0
 
     @property
     def label(self) -> str:
@@ -55,6 +58,7 @@ class Fleet:
         self.version, self.held = version, False
         self.epoch += 1
         self._unserved_since = None
+        self._unread.clear()
         for link in self.links:
             link.num_failures = 0
             if link.name not in serving:
@@ -63,9 +67,16 @@ class Fleet:
                 link.serve()
             else:
                 self.leave(link, "its label was not read yet")
+                self._unread.add(link.name)
+        if self._unread:
+            # The first replica whose label is read would get everything: wait for the others', but not for long.
+            self._spread_until = time.monotonic() + _SPREAD_S
+            asyncio.get_running_loop().call_later(_SPREAD_S, self._on_serving)
 
     def choose(self, in_flight: int, refused: Collection[str]) -> ReplicaLink | None:
         """The replica with the least work among those that serve and have room, the first of several."""
+        if self._unread and time.monotonic() < self._spread_until:
+            return None
         room = [
             link for link in self.links if link.serving and link.num < in_flight and link.name not in refused
         ]
@@ -90,6 +101,7 @@ class Fleet:
                 problem, marks = await self._ask(link)
                 if epoch == self.epoch:
                     link.error = problem
+                    self._unread.discard(link.name)
                     if not problem:
                         link.serve(marks)
                         self._on_serving()

@@ -41,6 +41,7 @@ class Replicas:
         self._closed = threading.Event()
         self._asleep = False
         self._watches: list[threading.Thread] = []
+        self._events: list[str] = []
 
     def start(self) -> None:
         """Start or find all servers, side by side; those that share a GPU one after the other.
@@ -330,7 +331,7 @@ class Replicas:
 
     def _revive(self, replica: Replica) -> Finding | None:
         """Bring a replica to the committed version, starting its server if need be; returns what went wrong."""
-        server, started = replica.delivery.server, time.monotonic()
+        server = replica.delivery.server
         with self._state:
             was_serving, replica.serving = replica.serving, False
         if was_serving:
@@ -350,16 +351,24 @@ class Replicas:
                 return self._say_out(replica, found[replica.name])
         if replica.serving:
             replica.problem, version = "", payload.version if payload is not None else -1
-            taken = time.monotonic() - started
-            logger.info("replica %s is back at version %d after %.0f s", replica.name, version, taken)
+            self._say(logging.INFO, f"replica {replica.name} is back at version {version}")
         return None
 
     def _say_out(self, replica: Replica, finding: Finding) -> Finding:
         """Warn that a replica is out, once for each reason."""
         if finding.message != replica.problem and not self._closed.is_set():
             replica.problem = finding.message
-            logger.warning("%s %s\nThe replica is out until it is repaired.", finding.code, finding.message)
+            self._say(logging.WARNING, f"{finding.code} {finding.message}\nIt is out until it is repaired.")
         return finding
+
+    def _say(self, level: int, text: str) -> None:
+        logger.log(level, "%s", text)
+        self._events.append(text)
+
+    def events(self) -> list[str]:
+        """What happened to replicas since the last call: those that are out, and those that are back."""
+        events, self._events = self._events, []
+        return events
 
     def _bring_current(self, payload: Delivered, replica: Replica) -> None:
         """Bring the committed payload. If another one is committed meanwhile, this one does not get its label."""

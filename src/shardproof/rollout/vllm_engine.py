@@ -316,6 +316,10 @@ class VllmEngine:
         """How busy this rank kept the servers since the last call: metrics by name."""
         return self.dispatcher.activity()
 
+    def events(self) -> list[str]:
+        """What happened to servers since the last call; rank 0 alone knows."""
+        return self.replicas.events() if self.replicas is not None else []
+
     @property
     def _sync_deadline_s(self) -> float:
         """How long rank 0 may need to bring a version, or to find that it cannot and bring the last one back."""
