@@ -24,6 +24,7 @@ ALERTS = {
     "environment": ("warn", "Environment errors"),
     "skip": ("warn", "Skipped steps"),
     "report": ("warn", "Report"),
+    "engine": ("warn", "Engines"),
     "publish": ("warn", "Upload"),
     "tracker": ("warn", "Trackers"),
 }
