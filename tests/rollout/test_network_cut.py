@@ -152,6 +152,9 @@ def cut_and_mend(folder, secret):
         sync(engine, policy)
         until(lambda: engine.replicas.serving == ["0", "1"])
         seen["mended"] = [hosts.do(k, "tell", "state")["weights"] for k in range(2)]
+        end = time.monotonic() + LIMIT_S
+        while "1" not in answers(start(engine, 4))[1]:  # ranks look for themselves who is back
+            assert time.monotonic() < end
         # While it generates.
         hosts.do(1, "tell", "hold")
         waiting = start(engine, 8)

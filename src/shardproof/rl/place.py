@@ -194,9 +194,9 @@ def _require_checkpoint(folder: Path, state: State) -> None:
     """Raise if checkpoints are gone: a run that begins again would replace what the steps without them came to."""
     settings = state.settings or {}
     output, planned = settings["output"], settings["train"].get("steps")
-    save_every = output.get("save_every") or 0
+    save_every = output.get("save_every")
     is_complete = (folder / MODEL).exists() or (isinstance(planned, int) and state.last_step >= planned)
-    had_one = is_complete or (save_every and state.last_step > save_every)
+    had_one = is_complete or (isinstance(save_every, int) and 0 < save_every < state.last_step)
     if had_one and not state.steps:
         message = f"{folder} holds metrics of {state.last_step} steps, but no checkpoint to resume from."
         fix = f"restore {CHECKPOINTS}/, use another output.folder, or start over with --from 0"
