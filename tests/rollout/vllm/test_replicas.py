@@ -271,11 +271,10 @@ class Story:
         self.killed_in_generation()
         self.killed_in_a_sync(0, "transfer")
         self.killed_in_a_sync(1, "commit")
-        starts = (
-            [r.delivery.server.num_starts for r in self.engine.replicas.all] if self.engine.replicas else []
-        )
+        servers = [r.delivery.server for r in self.engine.replicas.all] if self.engine.replicas else []
+        starts, pids = [s.num_starts for s in servers], [s.process.pid for s in servers if s.process]
         self.engine.close()
-        return {**self.found, "starts": starts}
+        return {**self.found, "starts": starts, "pids": pids}
 
 
 @torch.no_grad()
@@ -364,10 +363,14 @@ def test_a_replica_that_is_killed_in_a_sync_is_out_while_the_other_serves(story,
 
 @pytest.mark.slow
 def test_nothing_of_the_servers_is_left(story):
-    left = [
-        p
-        for p in psutil.process_iter(["cmdline"])
-        if "shardproof.rollout.vllm_child" in str(p.info["cmdline"])
-    ]
-    mine = {p.pid for p in psutil.Process().children(recursive=True)}
-    assert not [p for p in left if p.pid in mine]
+    pids = story[0]["pids"]
+    assert len(pids) == 2
+    # Each server and all that it starts are a session of its own.
+    assert not [p for p in psutil.pids() if session_of(p) in pids]
+
+
+def session_of(pid: int) -> int | None:
+    try:
+        return os.getsid(pid)
+    except ProcessLookupError:
+        return None
