@@ -70,7 +70,8 @@ def test_every_layout_and_engine_replays_alike(tmp_path, model):
 
 
 def test_experts_of_older_weights_are_replayed_too(tmp_path, model):
-    run_ranks(2, run_recipe, recipe(tmp_path, model, "rollout.ahead=1", "algorithm.updates_per_batch=2"))
+    settings = ("rollout.ahead=1", "algorithm.updates_per_batch=2", "algorithm.trust_region=proximal")
+    run_ranks(2, run_recipe, recipe(tmp_path, model, *settings))
     steps = trajectory(tmp_path)
     assert [step["lag/max"] for step in steps] == [0.0, 1.0, 1.0]
     assert [step["updates"] for step in steps] == [2.0, 2.0, 2.0]
