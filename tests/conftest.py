@@ -55,3 +55,12 @@ def nothing_left() -> Iterator[None]:
     yield
     assert set(psutil.Process().children(recursive=True)) <= processes
     assert set(threading.enumerate()) <= threads
+
+
+@pytest.fixture
+def secret(tmp_path: Path) -> str:
+    """A file with a secret that trainers and receivers of weights share."""
+    path = tmp_path / "secret"
+    path.write_text("correct horse battery staple")
+    path.chmod(0o600)
+    return str(path)

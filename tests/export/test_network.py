@@ -1,6 +1,5 @@
 """`NetworkWeights`: each rank sends its slices once to each receiver, whole or as differences, in two phases."""
 
-import functools
 import os
 import signal
 import subprocess
@@ -17,37 +16,11 @@ from shardproof.export.channel import read_secret
 from shardproof.export.network import NetworkWeights
 from shardproof.export.receiver import Receiver
 from shardproof.export.shared import SharedAddress, read_shared
-from tests.export.test_shared_memory import CASES
+from tests.export.test_shared_memory import CASES, LAYOUTS
 from tests.export.test_stream import differences, load, make_interleaved, register_interleaved, train
-from tests.models import make_checkpoint
 from tests.ranks import run_ranks, run_ranks_outcomes
 
 pytestmark = pytest.mark.distributed
-
-# (ranks, replicas, options of load)
-LAYOUTS = {
-    "fsdp1 on 3": (3, 1, {"strategy": "fsdp1"}),
-    "fsdp2 on 1": (1, 1, {"strategy": "fsdp2"}),
-    "fsdp2 on 2x2": (4, 2, {"strategy": "fsdp2"}),
-    "offloaded on 2": (2, 1, {"strategy": "fsdp2", "cpu_offload": True}),
-}
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    @functools.cache
-    def make(family):
-        return make_checkpoint(tmp_path_factory.mktemp(family), family)
-
-    return make
-
-
-@pytest.fixture
-def secret(tmp_path):
-    path = tmp_path / "secret"
-    path.write_text("correct horse battery staple")
-    path.chmod(0o600)
-    return str(path)
 
 
 @pytest.fixture

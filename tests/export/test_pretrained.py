@@ -1,7 +1,6 @@
 """`save_pretrained`: folders that plain transformers and peft load, and that compute what the policy computes."""
 
 import errno
-import functools
 import json
 import os
 from pathlib import Path
@@ -40,15 +39,6 @@ COMPANIONS = {
     "generation_config.json": b'{"max_length":   77, "temperature": 0.5, "do_sample": true}',
     "merges.txt": b"a b\r\n",
 }
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    @functools.cache
-    def make(family, **fields):
-        return make_checkpoint(tmp_path_factory.mktemp(family), family, **fields)
-
-    return make
 
 
 def logits_of(model):

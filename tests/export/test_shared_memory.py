@@ -1,6 +1,5 @@
 """`SharedWeights`: each rank writes its own slices once, and another process of the host reads the whole."""
 
-import functools
 import json
 import os
 import pickle
@@ -25,7 +24,6 @@ from shardproof.export.shared import SharedAddress, read_shared
 from shardproof.rollout.vllm_engine import VllmEngine
 from shardproof.rollout.vllm_server import VllmSettings
 from tests.export.test_stream import collect, differences, load, lora_config, read_folder, train
-from tests.models import make_checkpoint
 from tests.ranks import run_ranks, run_ranks_outcomes
 
 pytestmark = pytest.mark.distributed
@@ -46,15 +44,6 @@ LAYOUTS = {
     "fsdp2 on 2x2": (4, 2, {"strategy": "fsdp2"}),
     "offloaded on 2": (2, 1, {"strategy": "fsdp2", "cpu_offload": True}),
 }
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    @functools.cache
-    def make(family):
-        return make_checkpoint(tmp_path_factory.mktemp(family), family)
-
-    return make
 
 
 def read(weights):

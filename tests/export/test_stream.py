@@ -1,7 +1,6 @@
 """`WeightStream`: out of every layout come the tensors of the family's checkpoint, and a receipt that says so."""
 
 import ctypes
-import functools
 import itertools
 import os
 import threading
@@ -49,17 +48,6 @@ LAYOUTS = {
 # Layouts on fewer ranks than others of their kind, which the tests below use anyway.
 SHOWN_BY_OTHERS = ("fsdp1 on 2", "fsdp2 on 2", "offloaded on 1")
 SEQUENCES = [[(11 * i + 5 * j * j + 3) % 101 for j in range(9)] for i in range(4)]
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    """A function from a family, and what `make_checkpoint` takes, to the folder; each is made once."""
-
-    @functools.cache
-    def make(family, **fields):
-        return make_checkpoint(tmp_path_factory.mktemp(family), family, **fields)
-
-    return make
 
 
 def read_folder(folder):

@@ -24,6 +24,7 @@ from shardproof.export.channel import read_secret
 from shardproof.export.receiver import Receiver
 from tests.rollout.fake_vllm import FakeVllm
 
+ROOT = Path(__file__).parents[2]
 FACTS = {"dtype": "float32", "backend": "shardproof", "logprobs_mode": "processed_logprobs"}
 _numbers = itertools.count()
 
@@ -88,7 +89,11 @@ class EngineHost:
         self.link.mend()
         command = ["ip", "netns", "exec", name, sys.executable, "-m", "tests.rollout.engine_host"]
         self._process = subprocess.Popen(
-            [*command, self.address, secret, model], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [*command, self.address, secret, model],
+            cwd=ROOT,  # an earlier test may have left this process elsewhere
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         self.url = self.receiver = ""
 

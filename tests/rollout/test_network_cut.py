@@ -173,12 +173,9 @@ def cut_and_mend(folder, secret):
     return seen
 
 
-def test_a_host_whose_link_is_cut_is_named_left_out_and_brought_back(tmp_path):
-    secret = tmp_path / "secret"
-    secret.write_text("correct horse battery staple")
-    secret.chmod(0o600)
+def test_a_host_whose_link_is_cut_is_named_left_out_and_brought_back(tmp_path, secret):
     folder = make_checkpoint(tmp_path / "model", "llama")
-    replies = run_ranks(2, cut_and_mend, folder, str(secret), timeout=300)
+    replies = run_ranks(2, cut_and_mend, folder, secret, timeout=300)
     for seen in replies:
         assert seen == {
             "first": (["0", "1"], ([0], ["0", "1"])),

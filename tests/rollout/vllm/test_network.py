@@ -29,14 +29,6 @@ LIMIT_S = 60.0
 
 
 @pytest.fixture
-def secret(tmp_path):
-    path = tmp_path / "secret"
-    path.write_text("correct horse battery staple")
-    path.chmod(0o600)
-    return str(path)
-
-
-@pytest.fixture
 def receiver(secret):
     """A receiver on the host of the shared server."""
     found = Receiver("127.0.0.1", 0, read_secret(secret, "test"))
