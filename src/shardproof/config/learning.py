@@ -138,6 +138,9 @@ class Optimizer(Section):
     betas: tuple[Decay, Decay] = (0.9, 0.95)
     """Decay rates of AdamW's two running means. Muon uses AdamW, and these, for embeddings, heads and
     vectors."""
+    moments: Literal["float32", "bfloat16"] = "float32"
+    """In what AdamW keeps its two running means. `"bfloat16"` halves their memory; they are rounded up or down
+    at random, so that small changes are not lost on average."""
     momentum: Decay | None = None
     """Momentum of Muon. By default 0.95."""
     options: dict[str, bool | int | float | str] = Field(default_factory=dict)

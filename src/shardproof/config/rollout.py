@@ -38,6 +38,16 @@ class Rollout(Section):
     turns, so that a turn reads only what is new. Conversations that find no room are read again from their
     start. 0 keeps none. Used only with an environment, and freed before each update. vLLM has a cache of its
     own."""
+    kv_cache_gib: Annotated[float, Bound(gt=0.0, le=2.0**20)] | None = None
+    """Most GiB per rank for the keys and values of completions that the embedded engine is decoding on CUDA.
+    Completions for which there is no room wait, so less memory is slower and nothing else. By default as much
+    as `batch_size` completions of `max_new_tokens` need, but no more than half of the free memory."""
+    exact: bool = False
+    """Sample with the embedded engine so that its log-probs equal the trainer's bit for bit, and check that at
+    every step. Slower: see docs/exact.md."""
+    fp8: Literal["off", "weights", "weights_and_cache"] = "off"
+    """Hold the embedded engine's weights, or its weights and its KV cache, in 8-bit floating point with a scale
+    per block. The trainer's weights stay as they are; see docs/fp8.md for the mismatch and its correction."""
     offload_policy: bool = False
     """Move the policy to host memory while completions are sampled, to leave the GPU to the engine."""
     sleep: bool = False

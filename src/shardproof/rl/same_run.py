@@ -31,7 +31,7 @@ FREE = {
     "model.trust_remote_code",
     *("reference.strategy", "reference.cpu_offload", "reference.lr", "critic.strategy", "critic.cpu_offload"),
     *("rollout.batch_size", "rollout.cache_gib", "rollout.offload_policy", "rollout.sleep"),
-    "rollout.canary_tolerance",
+    *("rollout.kv_cache_gib", "rollout.canary_tolerance"),
     "rollout.vllm",
     "data.max_prompt_tokens",  # longer prompts are refused, not cut
     *("reward.timeout_s", "reward.num_workers"),
@@ -44,6 +44,7 @@ FIXED = {
     "critic.lr",
     *("rollout.engine", "rollout.group_size", "rollout.max_new_tokens", "rollout.temperature"),
     *("rollout.top_p", "rollout.ahead", "rollout.order", "rollout.too_old", "rollout.replay_experts"),
+    *("rollout.exact", "rollout.fp8"),
     "algorithm",
     "environment",
     *("data.prompt_column", "data.answer_column", "data.completion_column", "data.chat"),
