@@ -27,7 +27,7 @@ class PlainEngine(BatchEngine):
 
     def answer(self, request, sampling):
         generator, drawn, logprobs = torch.Generator().manual_seed(request.seed), [], []
-        while len(drawn) < sampling.max_new_tokens and not (drawn and drawn[-1] in sampling.stop_ids):
+        while len(drawn) < request.limit(sampling) and not (drawn and drawn[-1] in sampling.stop_ids):
             tokens = torch.tensor([[*request.tokens, *drawn]])
             logps = (self.model(tokens).logits[0, -1] / (sampling.temperature or 1e-6)).log_softmax(0)
             drawn.append(int(torch.multinomial(logps.exp(), 1, generator=generator)))

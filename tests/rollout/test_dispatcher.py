@@ -9,6 +9,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +120,14 @@ def test_a_stop_token_finishes(make: Any) -> None:
     stop = token_of(0, 5, 3)
     found = dispatcher.start(request(5), Sampling(8, stop_ids=(stop,))).future.result(LIMIT_S)
     assert found.finished and len(found.sampled[0].tokens) == 4
+
+
+def test_a_request_may_have_a_limit_of_its_own(make: Any) -> None:
+    dispatcher, _ = make()
+    asked = [dispatcher.start(replace(request(5), max_new_tokens=num), EIGHT) for num in (3, 8, 99)]
+    assert [said(each) for each in asked] == [drawn(0, 5, num) for num in (3, 8, 8)]
+    with pytest.raises(ShardproofError, match="max_new_tokens"):
+        replace(request(5), max_new_tokens=0)
 
 
 def test_first_in_first_out_and_never_more_than_in_flight(make: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from weakref import ref
@@ -67,6 +68,7 @@ def asked_twice(kind: str, folder: str) -> dict[str, Any]:
     alone = generate(engine, *first) + generate(engine, *second)
     same = [made for batch in polled for _, made in batch] == alone
     in_parts = [[index for index, _ in part] for part in answers(engine, *first)]
+    limited = generate(engine, [replace(each, max_new_tokens=1) for each in first[0]], SAMPLING)
     made = alone[0]
     return {
         "sizes": [len(batch) for batch in polled],
@@ -75,6 +77,8 @@ def asked_twice(kind: str, folder: str) -> dict[str, Any]:
         "parts": in_parts,
         "made": (made.group, [s.author for s in made.segments], made.segments[1].trained, made.version),
         "whole": len(made.segments[1].logprobs) == made.num_sampled,
+        "limited": [t.sampled[0].tokens for t in limited]
+        == [t.sampled[0].tokens[:1] for t in alone[: len(limited)]],
     }
 
 
@@ -84,7 +88,7 @@ def test_requests_are_answered_in_batches_first_in_first_out(folder, kind):
     assert [each["sizes"] for each in found] == [[2, 2, 1, 2, 0], [1, 0, 0, 2, 2]]
     assert [each["parts"] for each in found] == [[[0, 1], [2, 3], [4]], [[0], [], []]]
     for each in found:
-        assert each["in order"] and each["same"] and each["whole"]
+        assert each["in order"] and each["same"] and each["whole"] and each["limited"]
         assert each["made"] == (0, ["prompt", "policy"], True, 0)
 
 

@@ -140,5 +140,5 @@ def _key(request: Request, sampling: Sampling) -> str:
     """The same for requests that have the same answer."""
     digest = hashlib.blake2b(array("q", request.tokens).tobytes(), digest_size=12)
     begun = request.begun.tokens if request.begun is not None else ()
-    digest.update(repr((request.seed, sampling, begun)).encode())
+    digest.update(repr((request.seed, sampling, request.limit(sampling), begun)).encode())
     return digest.hexdigest()

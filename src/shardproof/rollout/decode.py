@@ -134,7 +134,8 @@ class _Running:
             self.tokens[row].append(token)
             self.logprobs[row].append(logprob)
             self.finished[row] = token in sampling.stop_ids
-            if not self.finished[row] and len(self.tokens[row]) < sampling.max_new_tokens:
+            limit = self._requests[row].limit(sampling)
+            if not self.finished[row] and len(self.tokens[row]) < limit:
                 keep.append(index)
             elif self._kept is not None and self._requests[row].continues:
                 self._keep(index, row, self._kept)

@@ -79,7 +79,8 @@ class Draft:
     """A request with what was drawn of its answer so far. `drawn` is replaced, never changed: any thread may read it."""
 
     def __init__(self, request: Request, sampling: Sampling, experts: ExpertShape | None = None):
-        self.request, self.sampling = request, sampling
+        self.request = request
+        self.sampling = replace(sampling, max_new_tokens=request.limit(sampling))
         self._recorded = Recorded(request.trajectory, experts) if experts is not None else None
         self.drawn = _begun(request.begun, self._recorded)
         self.ended = False  # the server said that it is complete

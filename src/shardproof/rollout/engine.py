@@ -45,6 +45,16 @@ class Request:
     continues: bool = False
     # What was drawn of the answer before the run was interrupted. An engine may go on from it, or begin anew.
     begun: Segment | None = None
+    # Longest answer where this request may have fewer tokens than `Sampling.max_new_tokens` allows all of them.
+    max_new_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens is not None:
+            require_number("rollout", "max_new_tokens", self.max_new_tokens, at_least=1)
+
+    def limit(self, sampling: Sampling) -> int:
+        """The most tokens that the answer may have."""
+        return min(self.max_new_tokens or sampling.max_new_tokens, sampling.max_new_tokens)
 
     @property
     def tokens(self) -> tuple[int, ...]:
