@@ -1,0 +1,1 @@
+"""Decoding with a paged cache: rows enter and leave while others go on."""
