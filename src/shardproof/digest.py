@@ -7,15 +7,20 @@ digests of 8-byte-aligned shards of a tensor add up to the digest of the whole.
 
 from __future__ import annotations
 
-from functools import lru_cache
+import logging
+from collections.abc import Callable
+from functools import cache, lru_cache
 
 import numpy as np
 import torch
+
+logger = logging.getLogger(__name__)
 
 _COLUMNS = 1024
 # 96 rows of 8 KiB stay inside a core's L2 cache together with the two scratch buffers.
 _ROWS_AT_A_TIME = 96
 _LOW_35_BITS = 2**35 - 1
+_KEPT_ROWS = 2**20  # whose weights stay in memory, once they were needed: those of a tensor of 8 GiB
 
 
 def _splitmix64(index: np.ndarray, salt: int) -> np.ndarray:
@@ -33,7 +38,15 @@ def _column_weights(device: str) -> torch.Tensor:
     return torch.from_numpy(_splitmix64(np.arange(_COLUMNS), salt=0)).to(device)
 
 
+@lru_cache(maxsize=32)
+def _first_row_weights(count: int, device: str) -> torch.Tensor:
+    return torch.from_numpy(_splitmix64(np.arange(count), salt=1 << 40)).to(device)
+
+
 def _row_weights(first: int, count: int, device: torch.device) -> torch.Tensor:
+    size = 1 << (first + count - 1).bit_length()
+    if size <= _KEPT_ROWS:
+        return _first_row_weights(size, str(device))[first : first + count]
     return torch.from_numpy(_splitmix64(np.arange(first, first + count), salt=1 << 40)).to(device)
 
 
@@ -42,6 +55,11 @@ def digest(tensor: torch.Tensor, first_word: int = 0) -> int:
 
     `first_word` is the shard's offset in the whole tensor, in 8-byte words. Tail bytes are padded with zeros.
     """
+    return int(_digest(tensor, first_word))
+
+
+def _digest(tensor: torch.Tensor, first_word: int = 0) -> torch.Tensor:
+    """The digest on the tensor's device: the host does not wait for it."""
     raw = (
         tensor.detach().reshape(-1).view(torch.uint8)
         if tensor.numel()
@@ -49,29 +67,37 @@ def digest(tensor: torch.Tensor, first_word: int = 0) -> int:
     )
     aligned = raw.data_ptr() % 8 == 0 and raw.numel() >= 8
     whole = raw.numel() // 8 * 8 if aligned else 0
-    total = _digest_words(raw[:whole].view(torch.int64), first_word) if whole else 0
+    parts = []
+    if whole:
+        words = raw[:whole].view(torch.int64)
+        fused = _kernel(raw.device) if first_word == 0 and raw.device.type == "cuda" else None
+        if fused is not None:
+            parts.append(fused(words[None], _column_weights(str(raw.device)))[0])
+        else:
+            parts += _digest_words(words, first_word)
     if whole < raw.numel():
         tail = raw.new_zeros((raw.numel() - whole + 7) // 8 * 8)
         tail[: raw.numel() - whole] = raw[whole:]
-        total += _digest_words(tail.view(torch.int64), first_word + whole // 8)
-    return (total + 2**63) % 2**64 - 2**63
+        parts += _digest_words(tail.view(torch.int64), first_word + whole // 8)
+    return sum(parts[1:], parts[0]) if parts else raw.new_zeros((), dtype=torch.int64)
 
 
-def _digest_words(words: torch.Tensor, first_word: int) -> int:
-    total, position = 0, 0
+def _digest_words(words: torch.Tensor, first_word: int) -> list[torch.Tensor]:
+    """Numbers that add up to the digest."""
+    parts, position = [], 0
     column = first_word % _COLUMNS
     if column:
         head = min(_COLUMNS - column, words.numel())
-        total += _digest_partial_row(words[:head], first_word)
+        parts.append(_digest_partial_row(words[:head], first_word))
         position = head
     num_rows = (words.numel() - position) // _COLUMNS
     if num_rows:
         block = words[position : position + num_rows * _COLUMNS].view(num_rows, _COLUMNS)
-        total += _digest_rows(block, (first_word + position) // _COLUMNS)
+        parts.append(_digest_rows(block, (first_word + position) // _COLUMNS))
         position += num_rows * _COLUMNS
     if position < words.numel():
-        total += _digest_partial_row(words[position:], first_word + position)
-    return total
+        parts.append(_digest_partial_row(words[position:], first_word + position))
+    return parts
 
 
 def _mix(words: torch.Tensor) -> torch.Tensor:
@@ -79,15 +105,15 @@ def _mix(words: torch.Tensor) -> torch.Tensor:
     return words ^ ((words >> 29) & _LOW_35_BITS)
 
 
-def _digest_partial_row(words: torch.Tensor, first_word: int) -> int:
+def _digest_partial_row(words: torch.Tensor, first_word: int) -> torch.Tensor:
     row, column = divmod(first_word, _COLUMNS)
     weights = _column_weights(str(words.device))[column : column + words.numel()]
-    return int(((_mix(words) * weights).sum() * _row_weights(row, 1, words.device)[0]).item())
+    return (_mix(words) * weights).sum() * _row_weights(row, 1, words.device)[0]
 
 
-def _digest_rows(block: torch.Tensor, first_row: int) -> int:
+def _digest_rows(block: torch.Tensor, first_row: int) -> torch.Tensor:
     weights = _row_weights(first_row, block.shape[0], block.device)
-    return int((_row_sums(block) * weights).sum().item())
+    return (_row_sums(block) * weights).sum()
 
 
 def _row_sums(block: torch.Tensor) -> torch.Tensor:
@@ -112,11 +138,39 @@ def _row_sums(block: torch.Tensor) -> torch.Tensor:
 
 def digest_tiles(tiles: torch.Tensor) -> list[int]:
     """The digest of each row of a contiguous matrix: many small tensors for the price of one large one."""
+    return lazy_digests(tiles).tolist()
+
+
+def lazy_digests(tiles: torch.Tensor) -> torch.Tensor:
+    """`digest_tiles` as a vector on the device of the matrix: the host does not wait for it."""
     count, nbytes = tiles.shape[0], tiles[0].numel() * tiles.element_size() if len(tiles) else 0
     words = nbytes // 8
-    uneven = nbytes % 8 or words == 0 or (words > _COLUMNS and words % _COLUMNS)
-    if uneven or not tiles.is_contiguous() or tiles.data_ptr() % 8:
-        return [digest(tile) for tile in tiles]
-    columns = min(words, _COLUMNS)
-    sums = _row_sums(tiles.reshape(-1).view(torch.int64).view(-1, columns)).view(count, -1)
-    return (sums * _row_weights(0, sums.shape[1], tiles.device)).sum(1).tolist()
+    if not count:
+        return tiles.new_empty(0, dtype=torch.int64)
+    if nbytes % 8 or words == 0 or not tiles.is_contiguous() or tiles.data_ptr() % 8:
+        return torch.stack([_digest(tile) for tile in tiles])
+    matrix = tiles.detach().reshape(-1).view(torch.int64).view(count, words)
+    fused = _kernel(tiles.device) if tiles.device.type == "cuda" else None
+    if fused is not None:
+        return fused(matrix, _column_weights(str(tiles.device)))
+    if words > _COLUMNS and words % _COLUMNS:
+        return torch.stack([_digest(tile) for tile in tiles])
+    sums = _row_sums(matrix.view(-1, min(words, _COLUMNS))).view(count, -1)
+    return (sums * _row_weights(0, sums.shape[1], tiles.device)).sum(1)
+
+
+@cache
+def _kernel(device: torch.device) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None:
+    """What digests the rows of a matrix of words in one pass on this GPU; None unless it was seen to be right there."""
+    try:
+        from shardproof.digest_kernels import digest_words
+
+        columns = _column_weights(str(device))
+        for count, words in ((3, 700), (2, _COLUMNS), (2, 21 * _COLUMNS + 333)):
+            host = torch.from_numpy(_splitmix64(np.arange(count * words), salt=count)).view(count, words)
+            if digest_words(host.to(device), columns).tolist() != [digest(row) for row in host]:
+                raise ValueError("it computes other digests")
+    except Exception as error:
+        logger.warning("the kernel for digests is not used, which makes syncs slower: %s", error)
+        return None
+    return digest_words

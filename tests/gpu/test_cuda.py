@@ -13,6 +13,7 @@ import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import shardproof as sp
+from shardproof.digest import _kernel, digest, digest_tiles
 from shardproof.rollout.engine import Request, Sampling, generate
 from shardproof.rollout.local import EmbeddedEngine
 from shardproof.rollout.trajectory import Trajectory
@@ -418,3 +419,11 @@ def test_graphs_draw_what_a_growing_cache_draws(tmp_path, family):
             said, expected = (torch.tensor(each.sampled[-1].logprobs) for each in (one, other))
             assert torch.allclose(said, expected, atol=1e-4)
     assert rounds[0][1] != rounds[1][1]
+
+
+@pytest.mark.parametrize("numel", [3, 2048, 5001, 3_000_003])
+def test_a_gpu_takes_the_digests_of_a_cpu(numel: int) -> None:
+    values = torch.randn(3, numel, generator=torch.Generator().manual_seed(numel)).to(torch.bfloat16)
+    assert _kernel(torch.device("cuda", torch.cuda.current_device())) is not None
+    assert digest_tiles(values.cuda()) == digest_tiles(values)
+    assert digest(values.cuda()) == digest(values)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import torch
+
 from shardproof.dist.collectives import exchange
 
 
@@ -14,7 +16,7 @@ class DigestShare:
         self._rank = rank
         self._num_ranks = num_ranks
         self._num_entries = 0
-        self._found: list[int] = []
+        self._found: list[Sequence[int] | torch.Tensor] = []
 
     def next_entry(self, num_tensors: int) -> range:
         """Which of the next entry's tensors this rank digests."""
@@ -22,15 +24,25 @@ class DigestShare:
         self._num_entries += 1
         return mine
 
-    def add(self, digests: Sequence[int]) -> None:
-        self._found += digests
+    def add(self, digests: Sequence[int] | torch.Tensor) -> None:
+        """Take digests; those in a tensor are not waited for before all of them are needed."""
+        self._found.append(digests)
+
+    def _mine(self) -> list[int]:
+        """What was added, in order, with one wait for the device."""
+        lazy = [each for each in self._found if isinstance(each, torch.Tensor)]
+        known = iter(torch.cat(lazy).tolist() if lazy else [])
+        found: list[int] = []
+        for each in self._found:
+            found += [next(known) for _ in range(len(each))] if isinstance(each, torch.Tensor) else each
+        return found
 
     def merged(self, names: Iterable[Sequence[str]]) -> dict[str, int]:
         """{name: digest} of the payload, from each entry's names in the order they were divided in.
 
         Collective: every rank; replicas have digested the same, and the first is believed.
         """
-        rows = exchange([self._rank, self._found])
+        rows = exchange([self._rank, self._mine()])
         by_rank = {rank: iter(found) for rank, found in reversed(rows)}
         digests = {}
         for index, entry in enumerate(names):

@@ -10,7 +10,7 @@ from types import TracebackType
 import torch
 import torch.distributed as dist
 
-from shardproof.digest import digest, digest_tiles
+from shardproof.digest import lazy_digests
 from shardproof.dist.collectives import exchange, gather_rows
 from shardproof.dist.deadline import deadline, mesh_groups
 from shardproof.errors import fail
@@ -254,12 +254,15 @@ def _digest_part(
     whole: Mapping[str, torch.Tensor],
     tensors: Sequence[tuple[str, torch.Tensor]],
     positions: range,
-) -> list[int]:
-    """Digests of an entry's tensors at these positions of `_digest_order`."""
-    if entry.tiles is None or not positions:
-        return [digest(tensors[position][1]) for position in positions]
+) -> torch.Tensor | list[int]:
+    """Digests of an entry's tensors at these positions of `_digest_order`; the host does not wait for them."""
+    if not positions:
+        return []
+    if entry.tiles is None:
+        found = [lazy_digests(tensors[position][1].reshape(1, -1)) for position in positions]
+        return found[0] if len(found) == 1 else torch.cat(found)
     tiles = whole[entry.sources[0]].reshape(len(entry.tiles), -1)
-    return digest_tiles(tiles[positions.start : positions.stop])
+    return lazy_digests(tiles[positions.start : positions.stop])
 
 
 def _assemble(account: BoxTensor, whole: Mapping[str, torch.Tensor]) -> torch.Tensor:
