@@ -1,0 +1,189 @@
+"""Reading prompts into a paged cache at the speed of the matrix units: packed, in chunks, each token once.
+
+Models that are built as most are go through kernels of our own around cuBLAS's matmuls. All others go through their own
+forward, with attention to the cache plugged in. A way with kernels is compared with plain torch before it is relied upon.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+from shardproof.bounds import largest, within
+from shardproof.model import hf_private
+from shardproof.rollout.fused import can_fuse
+from shardproof.rollout.paged.blocks import blocks_for
+from shardproof.rollout.paged.cache import PagedCache
+from shardproof.rollout.paged.reading_chunks import Chunk, Reading, pack
+from shardproof.rollout.paged.reading_ways import FusedForward, OwnForward
+from shardproof.rollout.recording import Recorder
+
+__all__ = ["CHUNK_TOKENS", "PromptReader", "Read", "Reading"]
+
+logger = logging.getLogger(__name__)
+
+CHUNK_TOKENS = 16384
+PLAIN = "plain torch"
+# Lengths of the prompts that ways are compared with: blocks that are just full and just begun, several programs of
+# attention per prompt.
+_LENGTHS = (1, 5, 63, 64, 65, 129, 200, 300)
+_SAME = 3  # tokens that come behind each of them
+# As in the comparison of decoding steps: how far a way may be off, as shares of what the context is worth.
+_MEAN, _WORST, _MEAN_OF_EXPERTS = 1 / 16, 1 / 8, 1 / 8
+_ROUNDING = 2.0**-8
+
+# (chunk, cache) -> logits after the last tokens of readings that end in the chunk
+Way = Callable[[Chunk, PagedCache], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Read:
+    """What came of readings: logits [readings, vocabulary] after the last token of each.
+
+    `experts`, where they are recorded: those of each reading's tokens, [tokens, layers, chosen], on the device.
+    """
+
+    logits: torch.Tensor
+    experts: list[torch.Tensor] | None = None
+
+
+class PromptReader:
+    """Reads prompts with one model. Its parameters may be written between calls, not moved.
+
+    `chunk_tokens`: the most tokens that one forward takes, unless a call says otherwise.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, recorder: Recorder | None = None, chunk_tokens: int = CHUNK_TOKENS
+    ):
+        self._model = model
+        self._recorder = recorder
+        self._chunk_tokens = chunk_tokens
+        self._plain = OwnForward(model, by_kernel=False)
+        self._ways: list[tuple[str, Way]] | None = None  # the fastest first, but for the plain one
+        self._proved = False
+
+    @torch.no_grad()
+    def read(self, readings: Sequence[Reading], cache: PagedCache, chunk_tokens: int | None = None) -> Read:
+        """Read all tokens, write their keys and values into the blocks, and return the logits after each reading.
+
+        The host does not wait for the device, except for the comparison in the first call. Every block that is
+        written must belong to one reading alone.
+        """
+        logits: list[torch.Tensor] = []
+        experts: list[list[torch.Tensor]] = [[] for _ in readings]
+        for pieces in pack(readings, chunk_tokens or self._chunk_tokens):
+            chunk = Chunk(pieces, cache.device, cache.shape.width)
+            found = self._forward(chunk, cache)
+            if len(chunk.last):
+                logits.append(found)
+            if self._recorder is not None:
+                parts = self._recorder.last().split([piece.length for piece in pieces])
+                for piece, part in zip(pieces, parts, strict=True):
+                    experts[piece.number].append(part)
+        joined = (
+            [part[0] if len(part) == 1 else torch.cat(part) for part in experts] if self._recorder else None
+        )
+        return Read(logits[0] if len(logits) == 1 else torch.cat(logits), joined)
+
+    @property
+    def way(self) -> str:
+        """What reads prompts now; known after the first call of `read`."""
+        return self._ways[0][0] if self._ways else PLAIN
+
+    def _forward(self, chunk: Chunk, cache: PagedCache) -> torch.Tensor:
+        while True:
+            name, way = self._way(cache)
+            try:
+                if self._recorder is not None:
+                    return self._recorder.watch(way, chunk, cache)
+                return way(chunk, cache)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # whatever a kernel's compiler and launcher raise
+                if way is self._plain:
+                    raise
+                self._give_up(name, f"{type(error).__name__}: {error}")
+
+    def _way(self, cache: PagedCache) -> tuple[str, Way]:
+        """The fastest way that is left and that a comparison has shown to be right."""
+        if self._ways is None:
+            self._ways = self._candidates(cache)
+        while self._ways and not self._proved:
+            name, way = self._ways[0]
+            try:
+                problem = compare(way, self._plain, self._model, cache)
+            except Exception as error:
+                problem = f"they failed ({type(error).__name__}: {error})"
+            if problem is None:
+                self._proved = True
+            else:
+                self._give_up(name, problem)
+        return self._ways[0] if self._ways else (PLAIN, self._plain)
+
+    def _candidates(self, cache: PagedCache) -> list[tuple[str, Way]]:
+        found: list[tuple[str, Way]] = []
+        if OwnForward.fits(self._model, cache):
+            if can_fuse(self._model, cache.device):
+                found.append(("fused kernels", FusedForward(self._model)))
+            found.append(("the attention kernel", OwnForward(self._model, by_kernel=True)))
+        return found
+
+    def _give_up(self, name: str, why: str) -> None:
+        assert self._ways is not None
+        self._ways.pop(0)
+        self._proved = False
+        logger.warning("reading prompts without %s: %s", name, why)
+
+
+def compare(way: Way, plain: Way, model: PreTrainedModel, cache: PagedCache) -> str | None:
+    """What is wrong with a way of reading, compared with the plain one over prompts of several lengths; None if nothing is.
+
+    Prompts are read first, and then, in another chunk, the same few tokens behind each of them.
+    """
+    vocabulary = len(model.get_input_embeddings().get_parameter("weight"))
+    prompts = [
+        [(31 * at * at + 17 * at + 41 * number + 3) % vocabulary for at in range(length)]
+        for number, length in enumerate(_LENGTHS)
+    ]
+    behind = [(37 * at + 5) % vocabulary for at in range(_SAME)]
+    found = []
+    for each in (plain, way):
+        num_blocks = 1 + sum(blocks_for(length + _SAME) for length in _LENGTHS)
+        small, at = PagedCache(cache.shape, num_blocks, cache.dtype, cache.device), 1
+        first, second = [], []
+        for prompt in prompts:
+            num = blocks_for(len(prompt) + _SAME)
+            blocks = range(at, at + num)
+            first.append(Reading(prompt, 0, blocks))
+            second.append(Reading(behind, len(prompt), blocks))
+            at += num
+        logits = []
+        for readings in (first, second):
+            (pieces,) = pack(readings, sum(len(reading.tokens) for reading in readings))
+            logits.append(each(Chunk(pieces, cache.device, cache.shape.width), small))
+        found.append([torch.log_softmax(part.float(), -1) for part in logits])
+    truth, guess = found
+    distances = torch.stack([_distance(a, b) for a, b in zip(truth, guess, strict=True)])
+    worth = float(_distance(truth[1], truth[1].roll(1, 0)).mean())
+    return _judge(distances, worth, bool(hf_private.expert_modules(model)))
+
+
+def _distance(truth: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
+    """How far apart log-probs [rows, vocabulary] are in each row, weighted by probability."""
+    return (truth.exp() * (found - truth).abs()).sum(-1)
+
+
+def _judge(distances: torch.Tensor, worth: float, has_experts: bool) -> str | None:
+    """What is wrong with distances [steps, rows], given what the context is worth."""
+    mean = largest(float(each.mean()) for each in distances)
+    worst = float(distances.max())
+    if not within(mean, largest(((_MEAN_OF_EXPERTS if has_experts else _MEAN) * worth, _ROUNDING))):
+        return f"log-probs differ by {mean:.3g} on average; behind another prompt they change by {worth:.3g}"
+    if not has_experts and not within(worst, largest((_WORST * worth, 4 * _ROUNDING))):
+        return f"log-probs differ by {worst:.3g} after one prompt; behind another they change by {worth:.3g}"
+    return None
