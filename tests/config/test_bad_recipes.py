@@ -132,6 +132,9 @@ def test_limits_that_may_be_off(value):
         ({"trust_region": "behaviour"}, {"top_p": 0.9}, "algorithm.trust_region='behaviour' with"),
         ({"name": "sft", "correction": "none"}, {}, "are for algorithms that sample, not for sft"),
         ({"correction": "iceberg"}, {}, "algorithm.correction"),
+        ({}, {"fp8": "weights", "engine": "vllm"}, "rollout.fp8='weights' is for rollout.engine='embedded'"),
+        ({}, {"fp8": "weights", "exact": True}, "with rollout.exact=true: rounded weights cannot give"),
+        ({"name": "sft"}, {"fp8": "weights"}, "rollout.fp8 is for algorithms that sample, not for sft"),
     ],
 )
 def test_corrections_that_do_not_fit_together(algorithm, rollout, said):

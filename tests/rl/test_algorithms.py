@@ -132,6 +132,7 @@ def test_old_log_probs_are_scored_only_where_they_are_needed(settings, scored):
         ({"correction": "tis"}, {"ahead": 1}, "proximal"),
         ({"correction": "none"}, {"ahead": 1}, "proximal"),
         ({"tis_cap": 3.0}, {"ahead": 1}, "proximal"),
+        ({}, {"ahead": 1, "fp8": "weights"}, "proximal"),
         ({"trust_region": "proximal"}, {"ahead": 1}, "proximal"),
         ({"trust_region": "behaviour"}, {}, "behaviour"),
     ],

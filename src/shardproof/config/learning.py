@@ -71,8 +71,8 @@ class Algorithm(Section):
     trust_region: Literal["auto", "proximal", "behaviour"] = "auto"
     """The policy that the clipped ratio is measured from. `"proximal"`: the weights at the beginning of the
     step, with `correction` for what the engine drew. `"behaviour"`: the policy that drew the tokens, without a
-    correction. `"auto"`: `"behaviour"` if `rollout.ahead` is above 0, `rollout.top_p` is 1 and no correction is
-    chosen, else `"proximal"`."""
+    correction. `"auto"`: `"behaviour"` if `rollout.ahead` is above 0, `rollout.top_p` is 1, `rollout.fp8` is off
+    and no correction is chosen, else `"proximal"`."""
     updates_per_batch: Count = 1
     """Optimizer updates per step: the step's prompts are split into this many equal parts.
     `train.prompts_per_step` must be divisible by it."""
@@ -160,6 +160,8 @@ class Optimizer(Section):
         is_ours = not is_user_name(known_or_users(self.name, OPTIMIZERS))
         if self.momentum is not None and self.name != "muon":
             raise ValueError(f"momentum is only for name='muon', not for {self.name!r}")
+        if self.moments != "float32" and self.name != "adamw":
+            raise ValueError(f"moments={self.moments!r} is only for name='adamw', not for {self.name!r}")
         if self.options and is_ours:
             raise ValueError(f"options are only for your own optimizer (module:name), not for {self.name!r}")
         taken = sorted(self.options.keys() & set(_OPTIMIZER_KEYS))
@@ -170,8 +172,10 @@ class Optimizer(Section):
     @property
     def arguments(self) -> dict[str, Any]:
         """What `make_optimizer` takes by keyword."""
-        momentum = {} if self.momentum is None else {"momentum": self.momentum}
-        return self.options | momentum | {key: getattr(self, key) for key in _OPTIMIZER_KEYS}
+        given: dict[str, Any] = {} if self.momentum is None else {"momentum": self.momentum}
+        if self.moments != "float32":
+            given["moments"] = self.moments
+        return self.options | given | {key: getattr(self, key) for key in _OPTIMIZER_KEYS}
 
 
 class Train(Section):

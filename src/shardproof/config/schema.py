@@ -65,7 +65,7 @@ class Recipe(Section):
     @model_validator(mode="after")
     def _fits_together(self) -> Recipe:
         """Combinations that cannot work, refused before anything starts."""
-        checks = (_algorithm, _roles, _divergence, _sampling, _turns, _batching)
+        checks = (_algorithm, _roles, _divergence, _sampling, _float8, _turns, _batching)
         problem = next(filter(None, (check(self) for check in checks)), None)
         if problem is not None:
             raise ValueError(problem)
@@ -109,6 +109,8 @@ def spec_problem(recipe: Recipe, spec: AlgorithmSpec) -> str | None:
         )
     if not spec.samples and recipe.rollout.replay_experts:
         return f"rollout.replay_experts is for algorithms that sample, not for {name}"
+    if not spec.samples and recipe.rollout.fp8 != "off":
+        return f"rollout.fp8 is for algorithms that sample, not for {name}"
     if spec.compares_group and recipe.rollout.group_size < 2:
         return f"rollout.group_size=1: {name} compares completions of one prompt and needs at least 2"
     if settings.credit == "turn" and not spec.compares_group:
@@ -164,6 +166,18 @@ def _sampling(recipe: Recipe) -> str | None:
         return (
             "algorithm.dynamic_sampling drops groups of equal rewards: rollout.group_size must be at least 2"
         )
+    return None
+
+
+def _float8(recipe: Recipe) -> str | None:
+    rollout = recipe.rollout
+    if rollout.fp8 == "off":
+        return None
+    key = f"rollout.fp8={rollout.fp8!r}"
+    if rollout.engine != "embedded":
+        return f"{key} is for rollout.engine='embedded', not for {rollout.engine!r}: remove the key"
+    if rollout.exact:
+        return f"{key} with rollout.exact=true: rounded weights cannot give the trainer's log-probs; choose one of them"
     return None
 
 

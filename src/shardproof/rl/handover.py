@@ -29,7 +29,8 @@ def hand_over(
 ) -> dict[str, float]:
     """Send the weights to the engine, and prove on a canary that it samples from them; returns the metrics.
 
-    `proof` takes the receipt, and the canary's gap whether it is allowed or not. Collective: every rank.
+    `proof` takes the receipt, and the canary's gap whether it is allowed or not. An engine that rounds its weights may be
+    off by twice as much again as rounding moved its own log-probs, which it measures at each sync. Collective: every rank.
     """
     started = time.perf_counter()
     receipt = engine.load_weights(weights)
@@ -42,12 +43,18 @@ def hand_over(
         gap = canary_gap(engine, weights.policy, canary, sampling)
     proof.take(receipt)
     proof.details["gap"] = gap
+    metrics = {"time/sync": synced - started, "canary/gap": gap}
+    rounding = largest(exchange(float(getattr(engine, "rounding", 0.0))))
+    if rounding:
+        metrics["canary/rounding"] = rounding
+        tolerance += 2 * rounding
+        proof.details |= {"tolerance": tolerance, "rounding": rounding}
     if not within(gap, tolerance):
         message = (
             f"engine and trainer log-probs of the canary differ by {gap:.3g}, the tolerance is {tolerance:g}."
         )
         raise fail("R503", "sync", f"after version {weights.policy.version} {message}")
-    return {"time/sync": synced - started, "canary/gap": gap}
+    return metrics
 
 
 def canary_gap(engine: Engine, policy: ShardedModel, canary: Request, sampling: Sampling) -> float:

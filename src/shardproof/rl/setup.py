@@ -253,7 +253,15 @@ def make_engine(recipe: Recipe, policy: ShardedModel, replay: ExpertShape | None
             return _users_engine(recipe.rollout, policy)
         if recipe.rollout.engine == "sharded":
             return ShardedEngine(policy, recipe.rollout.batch_size, replay)
-        return EmbeddedEngine(policy, recipe.rollout.batch_size, recipe.rollout.cache_gib, replay)
+        rollout = recipe.rollout
+        return EmbeddedEngine(
+            policy,
+            rollout.batch_size,
+            rollout.cache_gib,
+            replay,
+            kv_cache_gib=rollout.kv_cache_gib,
+            fp8=rollout.fp8,
+        )
 
 
 def _users_engine(rollout: Rollout, policy: ShardedModel) -> Engine:

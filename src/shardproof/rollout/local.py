@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from shardproof.dist.collectives import exchange, raise_together, together
+from shardproof.errors import fail
 from shardproof.export.manifest import ExportReceipt
 from shardproof.export.stream import WeightStream
 from shardproof.findings import Finding
@@ -21,10 +22,13 @@ from shardproof.model.routing import Routers
 from shardproof.rollout.decode import decode, last_logits
 from shardproof.rollout.engine import Request, Sampling
 from shardproof.rollout.experts import ExpertShape
+from shardproof.rollout.fp8 import Float8Weights, rounding_cache
+from shardproof.rollout.fused import can_fuse
 from shardproof.rollout.kept import GIB, KeptTurns, why_not
+from shardproof.rollout.paged.decoder import PagedDecoder
+from shardproof.rollout.paged.model_step import why_not_paged
 from shardproof.rollout.queue import BatchEngine
 from shardproof.rollout.recording import Recorder
-from shardproof.rollout.static import FixedDecoder, fits
 from shardproof.rollout.trajectory import Trajectory
 from shardproof.shard.sharded_model import ShardedModel
 from shardproof.train.routing import routers_of
@@ -41,11 +45,14 @@ class EmbeddedEngine(BatchEngine):
     """A whole replica of the policy in this process, in the policy's compute dtype. Every rank has its own.
 
     It keeps the keys and values of conversations between their turns, up to `cache_gib` GiB, until the weights change.
-    With `experts`, the policy's `expert_shape`, its answers have the experts of their tokens.
+    On CUDA it decodes up to `batch_size` completions at a time with a paged cache of up to `kv_cache_gib` GiB.
+    With `experts`, the policy's `expert_shape`, its answers have the experts of their tokens. With `fp8` its weights, or
+    its weights and its cache, hold numbers of 8-bit floating point only; `rounding` is how far that moved its log-probs.
     """
 
     canary_gap = None
     version = -1
+    rounding = 0.0
 
     def __init__(
         self,
@@ -53,17 +60,34 @@ class EmbeddedEngine(BatchEngine):
         batch_size: int = 256,
         cache_gib: float = CACHE_GIB,
         experts: ExpertShape | None = None,
+        *,
+        kv_cache_gib: float | None = None,
+        fp8: str = "off",
     ):
         super().__init__(batch_size)
         self.device = policy.device
         self.model = _empty_replica(policy)
+        self._float8 = Float8Weights(self.model, can_fuse(self.model, self.device)) if fp8 != "off" else None
+        self._rounds_cache = fp8 == "weights_and_cache"
+        if self._rounds_cache and self.device.type == "cuda":
+            message = "rollout.fp8='weights_and_cache': the cache on CUDA has no 8-bit form yet."
+            raise fail("C001", "rollout", message, fix="set rollout.fp8='weights'")
         self._recorder = Recorder(Routers(self.model), experts) if experts is not None else None
         self._inlet = _Inlet(self.model, WeightStream(policy, policy.settings.compute_dtype))
-        self._fixed = None
-        if self.device.type == "cuda" and fits(self.model):
-            self._fixed = FixedDecoder(self.model, self.device, self._recorder)
+        self.decoder = self._make_decoder(batch_size, kv_cache_gib)
         self.kept = KeptTurns(int(cache_gib * GIB))
         self._cannot_keep = why_not(self.model.config)
+
+    def _make_decoder(self, batch_size: int, kv_cache_gib: float | None) -> PagedDecoder | None:
+        """On CUDA, rows that finish make room for others, so that all requests of a call are one batch."""
+        if self.device.type != "cuda":
+            return None
+        reason = why_not_paged(self.model)
+        if reason is not None:
+            logger.info("decoding batch by batch, without CUDA graphs: this model has no paged cache (%s)", reason)
+            return None
+        self.take_all_at_once()
+        return PagedDecoder(self.model, self.device, self._recorder, batch_size, kv_cache_gib)
 
     def submit(self, requests: Sequence[Request], sampling: Sampling) -> list[int]:
         """Queue this rank's requests; returns a ticket for each. Collective: every rank, possibly with no request."""
@@ -100,10 +124,11 @@ class EmbeddedEngine(BatchEngine):
 
     def _decode(self, requests: Sequence[Request], sampling: Sampling) -> list[Trajectory]:
         kept = self.kept.at(self.version) if self.kept.max_bytes else None
-        if self._fixed is not None:
-            return self._fixed(requests, sampling, self.version, kept)
+        if self.decoder is not None:
+            return self.decoder(requests, sampling, self.version, kept)
+        forward = partial(last_logits, self.model)
         return decode(
-            partial(last_logits, self.model),
+            partial(rounding_cache, forward) if self._rounds_cache else forward,
             requests,
             sampling,
             config=self.model.config,
@@ -120,6 +145,8 @@ class EmbeddedEngine(BatchEngine):
         with stream:
             self._inlet.take(stream)
         assert stream.receipt is not None
+        if self._float8 is not None:
+            self.rounding = self._float8.round()
         self.version = stream.receipt.version
         return stream.receipt
 
@@ -128,8 +155,10 @@ class EmbeddedEngine(BatchEngine):
         self.check_idle("sleep")
         self.version, self.asleep = -1, True
         self.kept.clear()
-        if self._fixed is not None:
-            self._fixed.release()
+        if self.decoder is not None:
+            self.decoder.release()
+        if self._float8 is not None:
+            self._float8.release()
         for param in self.model.parameters():
             param.untyped_storage().resize_(0)  # the parameters stay, and with them where a stream is written
         if self.device.type == "cuda":

@@ -60,12 +60,12 @@ class Algorithm:
         """The policy that the ratio is measured from, "proximal" or "behaviour".
 
         Where sampling runs ahead, clipping around the policy that drew the tokens learned best (docs/running-ahead.md);
-        a nucleus, or a correction that is asked for, needs the policy at the beginning of the step.
+        a nucleus, FP8, or a correction that is asked for, needs the policy at the beginning of the step.
         """
         settings, rollout = self.settings, self.rollout
         if settings.trust_region != "auto":
             return settings.trust_region
-        corrects = settings.correction != "auto" or settings.tis_cap != TIS_CAP
+        corrects = settings.correction != "auto" or settings.tis_cap != TIS_CAP or rollout.fp8 != "off"
         return "behaviour" if rollout.ahead and rollout.top_p == 1.0 and not corrects else "proximal"
 
     @property
