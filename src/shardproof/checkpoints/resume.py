@@ -179,7 +179,13 @@ def _check_optimizer(
             problem = (
                 "is not there" if info is None else "" if info.numel == sizes[name] else "has another size"
             )
+            fix = None
             if key not in wanted:
                 problem = "is in the checkpoint, but this optimizer has no such state"
+            elif info is not None and spec is not None and info.dtype != spec[key]:
+                problem = f"is {info.dtype} in the checkpoint, and this optimizer keeps it in {spec[key]}"
+                fix = "set optimizer.moments as the run that saved it had it"
             if problem:
-                raise fail("E407", "resume", f"{label}: 'optim.{name}.{key}' {problem}.", tensor=name)
+                raise fail(
+                    "E407", "resume", f"{label}: 'optim.{name}.{key}' {problem}.", tensor=name, fix=fix
+                )

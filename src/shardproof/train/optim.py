@@ -23,9 +23,11 @@ from shardproof.model.roles import VALUE_HEAD
 from shardproof.shard.sharded_model import ShardedModel
 from shardproof.shard.torch_private import clean_name
 from shardproof.train.muon import Muon, Sharded
+from shardproof.train.rounded_adamw import Place, RoundedAdamW
 from shardproof.user_code import describe_error, import_named, is_user_name
 
 OPTIMIZERS = ("adamw", "muon")
+MOMENTS = ("float32", "bfloat16")
 MUON_OPTIONS = ("momentum", "nesterov", "ns_steps", "adjust_lr")
 LR_RULES = ("match_rms_adamw", "original")
 SCHEDULES = ("constant", "cosine")
@@ -49,13 +51,15 @@ def make_optimizer(
     eps: float = 1e-8,
     *,
     name: str = "adamw",
+    moments: str = "float32",
     **options: Any,
 ) -> torch.optim.Optimizer:
     """An optimizer of the trainable parameters; norms, biases and other vectors have no weight decay.
 
     `name` is "adamw", "muon", or your own class or function as `module:name`, which is called as
     `name(groups, lr=lr, **options)`, with betas if it has such a parameter; the groups carry their weight_decay. "muon"
-    takes `momentum`, `nesterov`, `ns_steps` and `adjust_lr` as options.
+    takes `momentum`, `nesterov`, `ns_steps` and `adjust_lr` as options. `moments="bfloat16"` halves the memory of "adamw":
+    its running means are kept in 16 bits, rounded up or down at random.
 
     FSDP1 turns every parameter into a vector, so the shape of the whole tensor decides whether it decays.
     """
@@ -80,6 +84,7 @@ def make_optimizer(
         weight_decay=weight_decay,
         betas=betas,
         eps=eps,
+        moments=moments,
         **options,
     )
 
@@ -94,6 +99,7 @@ def build_optimizer(
     weight_decay: float = 0.0,
     betas: tuple[float, float] = (0.9, 0.95),
     eps: float = 1e-8,
+    moments: str = "float32",
     **options: Any,
 ) -> torch.optim.Optimizer:
     """The optimizer of that name. `group` are the ranks that share each parameter; without it, it cannot step."""
@@ -101,11 +107,20 @@ def build_optimizer(
         require_number("optimizer", key, number, at_least=0)
     for index, beta in enumerate(betas):
         require_number("optimizer", f"betas[{index}]", beta, at_least=0, below=1)
+    choose("optimizer", "moments", moments, MOMENTS)
+    if moments != "float32" and name != "adamw":
+        message = f"moments={moments!r} is only for name='adamw', not for {name!r}."
+        raise fail("C001", "optimizer", message, fix="use name='adamw', or moments='float32'")
     if is_user_name(name):
         return _make_user_optimizer(name, _groups(trained, weight_decay), lr, betas, options)
     choose("optimizer", "name", name, OPTIMIZERS)
     if name == "adamw":
         _check_options(name, options, ())
+        if moments == "bfloat16":
+            places: dict[torch.Tensor, Place] = {
+                item.param: Place(number, item.start) for number, item in enumerate(trained)
+            }
+            return RoundedAdamW(_groups(trained, weight_decay), places, lr=lr, betas=betas, eps=eps)
         return torch.optim.AdamW(_groups(trained, weight_decay), lr=lr, betas=betas, eps=eps, fused=True)
     _check_options(name, options, MUON_OPTIONS)
     require_number("optimizer", "momentum", options.get("momentum", 0.95), at_least=0, below=1)

@@ -128,6 +128,8 @@ def _changes(recipe: Recipe, machine: Machine) -> Iterator[Change]:
     if model.lora is None:
         # The policy without its adapters is the reference then.
         yield Change("model.lora.r=16", {"model.lora": {"r": 16}, "reference": None}, keeps_results=False)
+    if recipe.optimizer.name == "adamw" and recipe.optimizer.moments == "float32":
+        yield replace(_set("optimizer.moments", "bfloat16"), keeps_results=False)
     if model.param_dtype == "float32":
         yield replace(_set("model.param_dtype", "bfloat16"), keeps_results=False)
 
