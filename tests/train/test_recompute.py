@@ -63,7 +63,7 @@ class Watched(Recompute):
 
 
 def load(folder, options):
-    return sp.load(folder, compute_dtype=torch.float32, progress=False, **options)
+    return sp.load(folder, **{"compute_dtype": torch.float32, "progress": False, **options})
 
 
 def steps(policy, optimizer, num_steps, **how):

@@ -18,6 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from shardproof.errors import fail
+from shardproof.model import cudnn_attention
 from shardproof.model.packing import Packing
 
 PACKED = "shardproof_packed"
@@ -196,9 +197,12 @@ def _flash(
     scaling: float | None,
     window: int | None,
 ) -> torch.Tensor:
-    """Flash attention over all sequences in one launch: flash-attn's kernel if installed, else torch's own."""
+    """Flash attention over all sequences in one launch: cuDNN's or flash-attn's if installed, else torch's own."""
     window_size = (-1, 0) if window is None else (window - 1, 0)
     q, k, v = (states[0].transpose(0, 1).contiguous() for states in (query, key, value))
+    if packing.uses_cudnn and cudnn_attention.fits(q, v, window):
+        borders, longest = packing.filled_borders, packing.rounded_length
+        return cudnn_attention.attend(q, k, v, borders, longest, scaling).transpose(0, 1).unsqueeze(0)
     borders, longest = packing.cu_seqlens, packing.max_length
     options: dict[str, Any]
     if _flash_attn is not None:

@@ -9,6 +9,8 @@ from typing import Protocol
 
 import torch
 
+from shardproof.model import cudnn_attention
+
 
 class HeadExchange(Protocol):
     """What attention needs of a sequence-parallel group; the group itself is handed in."""
@@ -35,6 +37,14 @@ class Packing:
         for length in lengths:
             self.borders.append(self.borders[-1] + length)
         self.cu_seqlens = to_device(torch.tensor(self.borders, dtype=torch.int32), device)
+        # For cuDNN, whose plans are for a power of two of sequences, the last of them empty, and of tokens in each.
+        self.uses_cudnn = cudnn_attention.can_use(device)
+        if self.uses_cudnn:
+            empty = _power_of_two(len(lengths)) - len(lengths)
+            self.filled_borders = to_device(
+                torch.tensor(self.borders + self.borders[-1:] * empty, dtype=torch.int32), device
+            )
+            self.rounded_length = _power_of_two(max(self.max_length, 128))
         self._device = device
         self._order: tuple[torch.Tensor, torch.Tensor] | None = None
 
@@ -58,6 +68,11 @@ class Packing:
     def spans(self) -> list[tuple[int, int]]:
         """(first, past the last) token of each sequence."""
         return list(zip(self.borders[:-1], self.borders[1:], strict=True))
+
+
+def _power_of_two(number: int) -> int:
+    """The smallest power of two that is not below the number."""
+    return 1 << (number - 1).bit_length()
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -5,10 +5,11 @@ tests/test_private_interfaces.py fails when one of these moves.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -58,6 +59,41 @@ def sum_gradients(root: nn.Module) -> None:
         elif isinstance(module, FSDP1Module):
             module._gradient_predivide_factor = 1
             module._gradient_postdivide_factor = 1
+
+
+_adding: WeakSet[Any] = WeakSet()  # FSDPParams whose gradients are added up in place
+
+
+def add_up_in_place(root: nn.Module) -> None:
+    """On one rank: add every gradient to its parameter's the moment it is there, and leave FSDP2 nothing to reduce.
+
+    With no other rank to reduce with, FSDP2 would still copy all gradients into one buffer and from it into another before
+    it adds them. Call this between a forward and a backward pass: the first forward pass makes the gathered parameters
+    that gradients belong to.
+    """
+    for fsdp_param in fsdp2_params(root):
+        if fsdp_param not in _adding and hasattr(fsdp_param, "_unsharded_param"):
+            _adding.add(fsdp_param)
+            if fsdp_param.sharded_param.requires_grad:
+                fsdp_param._unsharded_param.register_post_accumulate_grad_hook(_adder(fsdp_param))
+    for module in root.modules():
+        if isinstance(module, FSDPModule) and hasattr(module, "set_reduce_scatter_unused_params"):
+            module.set_reduce_scatter_unused_params(False, recurse=False)
+
+
+def _adder(fsdp_param: Any) -> Callable[[torch.Tensor], None]:
+    @torch.no_grad()
+    def add(gathered: torch.Tensor) -> None:
+        grad, gathered.grad = gathered.grad, None
+        assert grad is not None
+        grad = grad.to(fsdp_param.reduce_dtype or grad.dtype)
+        param = fsdp_param.sharded_param
+        if param.grad is None:
+            param.grad = fsdp_param.to_sharded_dtensor(grad.to(param.dtype))
+        else:
+            param.grad._local_tensor.add_(grad)
+
+    return add
 
 
 def reshard(root: nn.Module) -> None:

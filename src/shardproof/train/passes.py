@@ -6,12 +6,19 @@ from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 
 from shardproof.model.packing import to_device
 from shardproof.model.roles import CRITIC
 from shardproof.model.router import balancing_loss
+from shardproof.shard.settings import FSDP2
 from shardproof.shard.sharded_model import ShardedModel
-from shardproof.shard.torch_private import forget_partial_sums, set_last_micro_batch, staying_gathered
+from shardproof.shard.torch_private import (
+    add_up_in_place,
+    forget_partial_sums,
+    set_last_micro_batch,
+    staying_gathered,
+)
 from shardproof.train.batching import Batch
 from shardproof.train.forward import score
 from shardproof.train.guard import Verdict, find_bad_gradient
@@ -53,8 +60,17 @@ def backward(policy: ShardedModel, work: Work, index: int, sums: MetricSums) -> 
             {name: row.new_zeros(1) for name in work.loss.metrics},
             torch.zeros(1, dtype=torch.bool, device=row.device),
         )
+    if _is_alone(policy):
+        add_up_in_place(policy.module)
     total.backward()
     return total.detach().float()
+
+
+def _is_alone(policy: ShardedModel) -> bool:
+    """Whether there is no other rank to reduce gradients with, and copies that FSDP2 would make all the same."""
+    settings = policy.settings
+    on_device = policy.device.type == "cuda" and not settings.cpu_offload
+    return on_device and policy.strategy == FSDP2 and dist.get_world_size() == 1
 
 
 def _weighted_loss(
