@@ -1,18 +1,27 @@
-"""One GPU: updates, decoding and whole GRPO steps, against TRL, and against what the machine can do.
+"""One GPU: engines, updates and whole GRPO steps, against vLLM, TRL and transformers, and against what the machine can do.
 
     pip install -c constraints.txt trl
-    python benchmarks/gpu.py --json gpu.json
+    python benchmarks/gpu.py --parts rows tails prompts --json engines.json
 
 Every contender runs alone in a fresh process of this one command, ours first; one that fails or takes longer than
---timeout is noted and the others go on. Where TRL is not installed its rows are left out.
+--timeout is noted, what it measured until then counts, and the others go on. Where TRL or vLLM is not installed its rows
+are left out. Each part fits ten minutes. To measure ours and the peers at different times, give --no-peers or
+--peers-only, and --merge the other run's file: its rows, versions and commit are taken over.
 
-Updates: bfloat16 compute, float32 weights, sequences of 128 to 2048 tokens drawn from a fixed seed, one rank under NCCL;
-only their own tokens count, not padding. TRL trains as it does by default, and tuned: with activations kept and batches
-of similar lengths. MFU is 6 N operations a token over the rate of a large bfloat16 matmul measured in the same run; N
-counts the head once and, of experts, the active ones. Decoding: the floor of a step is the time in which the measured
-copy bandwidth moves once the weights that it reads, of experts those that are visited. GRPO: a whole step, from prompts
-to an engine that holds the new weights; all completions have the same length, and TRL samples with transformers'
-generate.
+rows, tails, prompts: the engine alone, the shape of Qwen3-1.7B in bfloat16, temperature 1, with the log-probs of the drawn
+tokens. `rows`: prompts of 128 tokens and completions of equal lengths, milliseconds of a step. `tails`: geometric lengths,
+the same for every engine, tokens a second until the last one has ended. `prompts`: seconds until every prompt has its
+first token. No two prompts are alike.
+
+dense, moe, long: updates; bfloat16 compute, float32 weights, one rank under NCCL; only their own tokens count, not padding.
+TRL trains as it does by default, and tuned: with activations kept and batches of similar lengths. MFU is 6 N operations a
+token over the rate of a large bfloat16 matmul measured in the same run; N counts the head once and, of experts, the active
+ones. In `long` the operations of attention count too.
+
+decode, decode-moe: one number of rows, with what each of our fast paths gives. The floor of a step is the time in which the
+measured copy bandwidth moves once the weights that it reads, of experts those that are visited.
+
+grpo, grpo-tails, exact, first, memory: whole steps, from prompts to an engine that holds the new weights.
 """
 
 from __future__ import annotations
@@ -27,7 +36,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,36 +45,88 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks import gpu_ours, gpu_peers
+from benchmarks import gpu_long, gpu_ours, gpu_peers, gpu_runs, gpu_vllm
+from benchmarks.gpu_merge import CannotMerge, take_over
+from benchmarks.gpu_options import add_engine_options, add_step_options, add_update_options
 from benchmarks.gpu_ours import OURS
-from benchmarks.gpu_timing import Row, seconds_of
-from benchmarks.gpu_workload import TINY, active_parameters, dense_config, moe_config
+from benchmarks.gpu_report import judge, print_results
+from benchmarks.gpu_timing import Save, SavedRows, seconds_of
+from benchmarks.gpu_workload import (
+    DECODE,
+    DECODE_MOE,
+    DENSE,
+    EXACT,
+    FIRST,
+    LONG,
+    MEMORY,
+    MOE,
+    PROMPTS,
+    RL,
+    RL_TAILS,
+    ROWS,
+    TAILS,
+    TINY,
+    active_parameters,
+    dense_config,
+    moe_config,
+)
 from benchmarks.reporting import (
     add_json_option,
     check_can_write,
     describe_environment,
     print_environment,
-    print_table,
     write_json,
 )
 
-DECODE, DECODE_MOE, DENSE, MOE, RL = "decode", "decode-moe", "dense", "moe", "grpo"
-# By part: the first contender is ours, the others are its peers.
-CONTENDERS: dict[str, dict[str, Callable[[argparse.Namespace], dict[str, Row]]]] = {
-    DECODE: {OURS: gpu_ours.decode_dense_shardproof, gpu_peers.BATCHING: gpu_peers.decode_transformers},
-    DECODE_MOE: {OURS: gpu_ours.decode_moe_shardproof},
-    DENSE: {
-        OURS: gpu_ours.dense_shardproof,
-        gpu_peers.SFT: gpu_peers.sft_trl,
-        gpu_peers.SFT_TUNED: gpu_peers.sft_trl_tuned,
-    },
-    MOE: {OURS: gpu_ours.moe_shardproof},
-    RL: {OURS: gpu_ours.grpo_shardproof, gpu_peers.GRPO: gpu_peers.grpo_trl},
-}
-GIB = 2**30
-MIN_UPDATE_RATIO, MIN_STEP_RATIO = 3.0, 5.0  # over the fastest of TRL's rows
-MIN_DENSE_MFU, MIN_MOE_MFU, MIN_OF_FLOOR = 0.40, 0.20, 0.40
-MAX_DENSE_PEAK = 80 * GIB
+
+@dataclass(frozen=True)
+class Contender:
+    """Something that is measured, in one process for all of its parts that are asked for."""
+
+    name: str
+    parts: tuple[str, ...]
+    measure: Callable[[argparse.Namespace, Sequence[str], Save], None]
+    needs: tuple[str, ...] = ()  # libraries
+    is_peer: bool = False
+    cuda_only: bool = False
+
+    def why_not(self, options: argparse.Namespace) -> str | None:
+        """Why it cannot run here."""
+        missing = [library for library in self.needs if importlib.util.find_spec(library) is None]
+        if missing:
+            return f"{' and '.join(missing)} not installed"
+        return "needs a CUDA device" if self.cuda_only and options.device != "cuda" else None
+
+
+ENGINE_PARTS = (ROWS, TAILS, PROMPTS)
+_TRL: dict[str, Any] = {"needs": ("trl",), "is_peer": True}
+_TRL_VLLM: dict[str, Any] = {"needs": ("trl", "vllm"), "is_peer": True, "cuda_only": True}
+_VLLM: dict[str, Any] = {"needs": ("vllm",), "is_peer": True, "cuda_only": True}
+CONTENDERS = [
+    Contender(OURS, ENGINE_PARTS, gpu_ours.engine_shardproof),
+    Contender(gpu_ours.FP8, (ROWS,), gpu_ours.engine_fp8, cuda_only=True),
+    Contender(gpu_vllm.VLLM, ENGINE_PARTS, gpu_vllm.engine_vllm, **_VLLM),
+    Contender(gpu_vllm.VLLM_APART, ENGINE_PARTS, gpu_vllm.engine_vllm_apart, **_VLLM),
+    Contender(OURS, (DECODE,), gpu_ours.decode_dense_shardproof),
+    Contender(gpu_peers.BATCHING, (DECODE,), gpu_peers.decode_transformers, is_peer=True),
+    Contender(OURS, (DECODE_MOE,), gpu_ours.decode_moe_shardproof),
+    Contender(OURS, (DENSE,), gpu_ours.dense_shardproof),
+    Contender(gpu_peers.SFT, (DENSE,), gpu_peers.sft_trl, **_TRL),
+    Contender(gpu_peers.SFT_TUNED, (DENSE,), gpu_peers.sft_trl_tuned, **_TRL),
+    Contender(OURS, (MOE,), gpu_ours.moe_shardproof),
+    Contender(OURS, (LONG,), gpu_long.long_shardproof),
+    Contender(OURS, (RL,), gpu_runs.grpo_shardproof),
+    Contender(gpu_peers.GRPO, (RL,), gpu_peers.grpo_trl, **_TRL),
+    Contender(gpu_peers.GRPO_VLLM, (RL,), gpu_peers.grpo_trl_vllm, **_TRL_VLLM),
+    Contender(OURS, (RL_TAILS,), gpu_runs.grpo_tails_shardproof),
+    Contender(f"{gpu_peers.GRPO_VLLM}, tails", (RL_TAILS,), gpu_peers.grpo_tails_trl_vllm, **_TRL_VLLM),
+    Contender(f"{OURS}, not exact", (EXACT,), gpu_runs.fast_shardproof),
+    Contender(gpu_runs.EXACT_ROW, (EXACT,), gpu_runs.exact_shardproof),
+    Contender(f"{OURS}, first run", (FIRST,), gpu_runs.first_shardproof),
+    Contender(gpu_runs.AGAIN, (FIRST,), gpu_runs.first_again),
+    Contender(OURS, (MEMORY,), gpu_long.memory_shardproof),
+]
+PARTS = list(dict.fromkeys(part for contender in CONTENDERS for part in contender.parts))
 _LAST_LINES = 12  # of a failed contender's output
 _MIN_SECONDS = 10.0  # in less, no contender gets anywhere
 
@@ -101,11 +163,17 @@ def describe_machine(options: argparse.Namespace) -> dict[str, float]:
 
 
 class ContenderFailed(Exception):
-    """A contender ended without rows."""
+    """A contender ended before it had measured everything; `rows` are those that it has."""
+
+    def __init__(self, message: str, rows: dict[str, Any] | None = None):
+        super().__init__(message)
+        self.rows = rows or {}
 
 
-def run_contender(part: str, name: str, options: argparse.Namespace, *others: str) -> dict[str, Any]:
-    """The rows that a fresh process measured; raises a ContenderFailed with the end of what it printed."""
+def run_contender(
+    contender: Contender, parts: Sequence[str], options: argparse.Namespace, *others: str
+) -> dict[str, Any]:
+    """The rows that a fresh process measured, by part; raises a ContenderFailed with the end of what it printed."""
     left = options.ends - time.monotonic()
     if left < _MIN_SECONDS:
         raise ContenderFailed(f"not started: the {options.budget:g} s of --budget are used up")
@@ -114,7 +182,7 @@ def run_contender(part: str, name: str, options: argparse.Namespace, *others: st
     with tempfile.TemporaryDirectory() as folder:
         result, log = Path(folder) / "rows.json", Path(folder) / "log"
         command = [sys.executable, __file__, *sys.argv[1:], *others]
-        command += ["--child", part, name, "--json", str(result)]
+        command += ["--child", contender.name, *parts, "--json", str(result)]
         with log.open("w") as output:
             process = subprocess.Popen(
                 command,
@@ -129,23 +197,29 @@ def run_contender(part: str, name: str, options: argparse.Namespace, *others: st
                 code = f"none: it took longer than {timeout:.0f} s"
             finally:
                 end_group(process)
-        # Rows that were written count, whatever went wrong in taking the process down.
-        if result.exists():
-            return json.loads(result.read_text())
+        rows = json.loads(result.read_text()) if result.exists() else {}
+        if code == 0:
+            return rows
         lines = log.read_text(errors="replace").splitlines()
-        raise ContenderFailed("\n".join([*lines[-_LAST_LINES:], f"exit code {code}"]))
+        raise ContenderFailed("\n".join([*lines[-_LAST_LINES:], f"exit code {code}"]), rows)
 
 
-def run_where_it_fits(part: str, name: str, options: argparse.Namespace) -> dict[str, Any]:
+def run_where_it_fits(
+    contender: Contender, parts: Sequence[str], options: argparse.Namespace
+) -> dict[str, Any]:
     """As `run_contender`; a peer that runs out of memory gets another try with half the micro-batch."""
     try:
-        return run_contender(part, name, options)
+        return run_contender(contender, parts, options)
     except ContenderFailed as error:
-        if name == OURS or "OutOfMemoryError" not in str(error):
+        if not contender.is_peer or "OutOfMemoryError" not in str(error):
             raise
-    print(f"{part}: {name} ran out of memory and tries again with half the micro-batch", flush=True)
-    halves = {"--trl-batch": options.trl_batch // 2, "--trl-completions": options.trl_completions // 2}
-    return run_contender(part, name, options, *(str(word) for pair in halves.items() for word in pair))
+    print(f"{contender.name} ran out of memory and tries again with half the micro-batch", flush=True)
+    halves = {
+        "--trl-batch": options.trl_batch // 2,
+        "--trl-completions": options.trl_completions // 2,
+        "--trl-tail-completions": options.trl_tail_completions // 2,
+    }
+    return run_contender(contender, parts, options, *(str(word) for pair in halves.items() for word in pair))
 
 
 def end_group(process: subprocess.Popen[bytes]) -> None:
@@ -155,28 +229,37 @@ def end_group(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def is_missing(name: str) -> bool:
-    """Whether a peer cannot run here because its library is not installed."""
-    return name.startswith("TRL") and importlib.util.find_spec("trl") is None
-
-
-def run_part(part: str, results: dict[str, Any], options: argparse.Namespace) -> Iterator[None]:
-    """Put the rows of a part's contenders into the results, and errors of those that failed; yields after each."""
-    for name in CONTENDERS[part]:
-        if name != OURS and (not options.peers or is_missing(name)):
+def chosen(options: argparse.Namespace) -> Iterator[tuple[Contender, list[str]]]:
+    """The contenders that are asked for, each with its parts."""
+    for contender in CONTENDERS:
+        parts = [part for part in options.parts if part in contender.parts]
+        if not parts or (options.contenders and contender.name not in options.contenders):
             continue
-        started = time.perf_counter()
-        try:
-            rows = run_where_it_fits(part, name, options)
-        except ContenderFailed as error:
-            results["errors"][f"{part}: {name}"] = str(error)
-            print(f"{part}: {name} FAILED\n{error}", flush=True)
-        else:
-            for row in rows.values():
-                add_shares(part, row, results["machine"])
-            results.setdefault(part, {}).update(rows)
-            print(f"{part}: {name}, measured in {time.perf_counter() - started:.0f} s", flush=True)
-        yield
+        if (contender.is_peer and not options.peers) or (options.peers_only and not contender.is_peer):
+            continue
+        if why := contender.why_not(options):
+            print(f"{', '.join(parts)}: {contender.name} is left out: {why}", flush=True)
+            continue
+        yield contender, parts
+
+
+def run(
+    contender: Contender, parts: Sequence[str], results: dict[str, Any], options: argparse.Namespace
+) -> None:
+    """Put a contender's rows into the results, and what went wrong."""
+    label, started = f"{', '.join(parts)}: {contender.name}", time.perf_counter()
+    try:
+        rows = run_where_it_fits(contender, parts, options)
+    except ContenderFailed as error:
+        rows = error.rows
+        results["errors"][label] = str(error)
+        print(f"{label} FAILED\n{error}", flush=True)
+    for part, by_name in rows.items():
+        for name, row in by_name.items():
+            add_shares(part, row, results["machine"])
+            results.setdefault(part, {})[name] = row
+    results["seconds"][label] = time.perf_counter() - started
+    print(f"{label}, measured in {results['seconds'][label]:.0f} s", flush=True)
 
 
 def add_shares(part: str, row: dict[str, float], machine: dict[str, float]) -> None:
@@ -186,115 +269,48 @@ def add_shares(part: str, row: dict[str, float], machine: dict[str, float]) -> N
     elif part in (DECODE, DECODE_MOE):
         row["floor_s"] = row["weight_bytes"] / machine["bandwidth"]
         row["of_floor"] = row["floor_s"] / row["step_s"]
-
-
-# -- printing --------------------------------------------------------------------------------------------------------
-
-
-def print_results(results: dict[str, Any]) -> None:
-    machine = results["machine"]
-    updates = [(part, *item) for part in (DENSE, MOE) for item in results.get(part, {}).items()]
-    if updates:
-        rows = [
-            [f"{part}: {name}", f"{row['tokens_per_s']:.0f}", f"{row['step_s']:.2f}", f"{100 * row['mfu']:.1f}%",
-             f"{row['peak_bytes'] / GIB:.1f}", ratio(results, part, name)]
-            for part, name, row in updates
-        ]  # fmt: skip
-        title = f"update; a bfloat16 matmul runs at {machine['matmul_rate'] / 1e12:.0f} TFLOP/s"
-        print_table(title, ["", "tokens/s", "step s", "MFU", "peak GiB", "speedup"], rows)
-    decoded = [(part, *item) for part in (DECODE, DECODE_MOE) for item in results.get(part, {}).items()]
-    if decoded:
-        rows = [
-            [f"{part}: {name}", f"{row['step_s'] * 1e3:.2f}", f"{row['floor_s'] * 1e3:.2f}", f"{100 * row['of_floor']:.0f}%",
-             f"{row['steps']}", f"{row['whole_s']:.2f}"]
-            for part, name, row in decoded
-        ]  # fmt: skip
-        title = f"decoding; copies move {machine['bandwidth'] / 1e12:.2f} TB/s"
-        print_table(title, ["", "ms per step", "floor ms", "of the floor", "tokens", "whole s"], rows)
-    if RL in results:
-        rows = [
-            [name, *(f"{row[key]:.2f}" for key in ("step_s", "rollout_s", "update_s", "sync_s")),
-             f"{row['peak_bytes'] / GIB:.1f}", ratio(results, RL, name)]
-            for name, row in results[RL].items()
-        ]  # fmt: skip
-        header = ["", "step s", "rollout", "update", "sync", "peak GiB", "speedup"]
-        print_table("GRPO step", header, rows)
-
-
-def ratio(results: dict[str, Any], part: str, name: str) -> str:
-    """How many times as fast as this row ours is."""
-    found = speedup(results, part, name)
-    return f"{found:.2f}" if found and not name.startswith(OURS) else ""
-
-
-def speedup(results: dict[str, Any], part: str, name: str) -> float | None:
-    """How many times as fast as the peer ours is; None where one of the two is not there."""
-    ours, peer = (results.get(part, {}).get(each) for each in (OURS, name))
-    return peer["step_s"] / ours["step_s"] if ours and peer else None
-
-
-def judge(results: dict[str, Any]) -> dict[str, str]:
-    """Each bar, and whether it was met."""
-    dense, moe, decode = (results.get(part, {}).get(OURS) for part in (DENSE, MOE, DECODE))
-    step = speedup(results, RL, gpu_peers.GRPO)
-    updates = {name: speedup(results, DENSE, name) for name in (gpu_peers.SFT, gpu_peers.SFT_TUNED)}
-    met = {
-        **{
-            f"update at least {MIN_UPDATE_RATIO:g} times as fast as {name}": found
-            and found >= MIN_UPDATE_RATIO
-            for name, found in updates.items()
-        },
-        f"dense MFU at least {MIN_DENSE_MFU:.0%}, peak under {MAX_DENSE_PEAK // GIB} GiB": dense
-        and (dense["mfu"] >= MIN_DENSE_MFU and dense["peak_bytes"] < MAX_DENSE_PEAK),
-        f"MoE MFU at least {MIN_MOE_MFU:.0%}": moe and moe["mfu"] >= MIN_MOE_MFU,
-        f"GRPO step at least {MIN_STEP_RATIO:g} times as fast as TRL's": step and step >= MIN_STEP_RATIO,
-        f"decoding at least {MIN_OF_FLOOR:.0%} of the floor": decode and decode["of_floor"] >= MIN_OF_FLOOR,
-    }
-    return {bar: "not measured" if done is None else "met" if done else "MISSED" for bar, done in met.items()}
+    elif part == LONG:
+        for case in row.values():
+            case["mfu"] = case["operations"] / case["step_s"] / machine["matmul_rate"]  # type: ignore[index]
 
 
 # -- command line ----------------------------------------------------------------------------------------------------
-
-
-def checkpointing(text: str) -> bool | int | str:
-    """What `sp.load` takes as checkpoint_activations."""
-    return {"true": True, "false": False}.get(text, int(text) if text.isdigit() else text)
 
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--parts", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument(
+        "--contenders", nargs="+", metavar="NAME", help="only these, by the names of their rows"
+    )
     parser.add_argument("--peers", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--timeout", type=float, default=150.0, help="seconds that a contender may take")
+    parser.add_argument("--peers-only", action="store_true", help="measure the peers alone")
+    parser.add_argument(
+        "--merge", nargs="+", type=Path, default=[], metavar="FILE",
+        help="take over rows that are not measured here from files of other runs",
+    )  # fmt: skip
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds that a contender may take")
     parser.add_argument("--budget", type=float, default=3600.0, help="seconds that all of them may take")
     parser.add_argument("--tiny", action="store_true", help="a tiny model on the CPU, to try this out")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    updates = parser.add_argument_group("updates")
-    updates.add_argument("--sequences", type=int, default=64)
-    updates.add_argument("--lengths", type=int, nargs=2, default=[128, 2048], help="shortest and longest")
-    updates.add_argument("--micro-batch-tokens", type=int, default=16384)
-    updates.add_argument(
-        "--checkpoint-activations", nargs="?", const=True, type=checkpointing,
-        help="true, false, auto or a number of blocks; by default the library's own choice",
-    )  # fmt: skip
-    updates.add_argument("--no-compile", action="store_true")
-    updates.add_argument("--repeats", type=int, default=3)
-    updates.add_argument("--trl-batch", type=int, default=8, help="sequences of a micro-batch of SFTTrainer")
-    sampling = parser.add_argument_group("decoding and GRPO")
-    sampling.add_argument(
-        "--rows", type=int, default=32, help="decoded at a time, where only decoding is measured"
-    )
-    sampling.add_argument("--prompt", type=int, default=128, help="tokens of a prompt")
-    sampling.add_argument("--steps", type=int, default=512, help="tokens of a completion")
-    sampling.add_argument("--prompts", type=int, default=4, help="of a GRPO step")
-    sampling.add_argument("--group", type=int, default=8, help="completions per prompt")
-    sampling.add_argument("--grpo-steps", type=int, default=2, help="timed, after one that is not")
-    sampling.add_argument("--trl-completions", type=int, default=16, help="of a micro-batch of GRPOTrainer")
-    parser.add_argument("--child", nargs=2, metavar=("PART", "NAME"), help=argparse.SUPPRESS)
+    add_update_options(parser.add_argument_group("updates"))
+    add_engine_options(parser.add_argument_group("engines"))
+    add_step_options(parser.add_argument_group("decoding and GRPO"))
+    parser.add_argument("--child", nargs="+", metavar="NAME", help=argparse.SUPPRESS)
     add_json_option(parser)
     return parser
+
+
+def measure_as_child(options: argparse.Namespace) -> None:
+    """Measure one contender and end the process."""
+    name, *parts = options.child
+    (contender,) = [each for each in CONTENDERS if each.name == name and set(parts) <= set(each.parts)]
+    contender.measure(options, parts, SavedRows(options.json))
+    sys.stdout.flush()
+    # Nothing is left to do, and a library that hangs when it is taken down would cost the timeout.
+    os._exit(0)
 
 
 def main() -> None:
@@ -306,27 +322,32 @@ def main() -> None:
     options = parser.parse_args()
     options.ends = time.monotonic() + options.budget
     if options.child:
-        part, name = options.child
-        options.json.write_text(json.dumps(CONTENDERS[part][name](options)))
-        os._exit(
-            0
-        )  # nothing is left to do, and a library that hangs when it is taken down would cost the timeout
+        measure_as_child(options)
     check_can_write(options.json)
-    environment = describe_environment(("trl", "accelerate", "datasets"))
+    environment = describe_environment(("trl", "accelerate", "datasets", "vllm"))
     print_environment(environment)
-    if options.peers and is_missing("TRL"):
-        print("TRL is not installed: its rows are left out")
-    settings = {key: value for key, value in vars(options).items() if key not in ("json", "child", "ends")}
-    results: dict[str, Any] = {"settings": settings, "machine": describe_machine(options), "errors": {}}
-    for part in options.parts:
-        for _ in run_part(part, results, options):
-            results["bars"] = judge(results)
-            if options.json is not None:  # after every contender: a run that is cut short keeps what it has
-                write_json(options.json, environment, results)
+    hidden = ("json", "child", "ends", "merge")
+    settings = {key: value for key, value in vars(options).items() if key not in hidden}
+    settings = json.loads(json.dumps(settings))
+    results: dict[str, Any] = {"settings": settings, "machine": describe_machine(options)}
+    results |= {"errors": {}, "seconds": {}, "merged": []}
+    for contender, parts in chosen(options):
+        run(contender, parts, results, options)
+        results["bars"] = judge(results)
+        if options.json is not None:  # after every contender: a run that is cut short keeps what it has
+            write_json(options.json, environment, results)
+    try:
+        for file in options.merge:
+            take_over(json.loads(file.read_text()), results, file.name)
+    except CannotMerge as error:
+        print(f"\nnot merged: {error}")
+    results["bars"] = judge(results)
+    if options.json is not None:
+        write_json(options.json, environment, results)
     print_results(results)
     print("\nbars")
     for bar, verdict in results["bars"].items():
-        print(f"{verdict:>12}: {bar}")
+        print(f"{verdict:>16}: {bar}")
     if results["errors"]:
         print("\nfailed:", "; ".join(results["errors"]))
 

@@ -6,24 +6,35 @@ import argparse
 import importlib.util
 import tempfile
 import time
-from typing import Any
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.gpu_timing import Row, decode_row, peak_bytes, synchronize, update_row
+from benchmarks.gpu_cases import tail_lengths
+from benchmarks.gpu_timing import Row, Save, decode_row, peak_bytes, synchronize, update_row
 from benchmarks.gpu_workload import (
+    DECODE,
+    DENSE,
     LR,
+    RL,
+    RL_TAILS,
     characters,
     decode_prompts,
     dense_config,
     make_tokenizer,
     sequences,
     text_prompts,
+    with_tails,
 )
 
 BATCHING = "transformers, continuous batching"
 SFT, SFT_TUNED = "TRL SFTTrainer", "TRL SFTTrainer, tuned"
-GRPO = "TRL GRPOTrainer"
+GRPO = "TRL GRPOTrainer, transformers engine"
+GRPO_VLLM = "TRL GRPOTrainer, vLLM colocated"
+GRPO_VLLM_PLAIN = "TRL GRPOTrainer, vLLM colocated, not corrected"
+VLLM_SETTINGS = {"use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.3}
 _WARM_TOKENS = 8
 
 
@@ -35,7 +46,7 @@ def plain_model(dtype: torch.dtype, options: argparse.Namespace) -> Any:
         return AutoModelForCausalLM.from_config(dense_config(options.tiny), dtype=dtype)
 
 
-def decode_transformers(options: argparse.Namespace) -> dict[str, Row]:
+def decode_transformers(options: argparse.Namespace, parts: Sequence[str], save: Save) -> None:
     """Continuous batching with a cache that holds every row; its manager is kept between calls."""
     from transformers import GenerationConfig
     from transformers.generation import ContinuousBatchingConfig
@@ -68,18 +79,18 @@ def decode_transformers(options: argparse.Namespace) -> dict[str, Row]:
     num_bytes = sum(parameter.nbytes for parameter in model.parameters())
     row = decode_row(generate, options.steps, num_bytes, options.device, warm=True)
     model.destroy_cached_continuous_batching_manager()
-    return {BATCHING: row}
+    save(DECODE, BATCHING, row)
 
 
-def sft_trl(options: argparse.Namespace) -> dict[str, Row]:
+def sft_trl(options: argparse.Namespace, parts: Sequence[str], save: Save) -> None:
     """SFTTrainer with TRL's defaults: activations are computed again in the backward pass."""
-    return {SFT: _sft_row(options, {})}
+    save(DENSE, SFT, _sft_row(options, {}))
 
 
-def sft_trl_tuned(options: argparse.Namespace) -> dict[str, Row]:
+def sft_trl_tuned(options: argparse.Namespace, parts: Sequence[str], save: Save) -> None:
     """SFTTrainer as fast as it gets without flash-attn: activations are kept, batches are of similar lengths."""
     faster = {"gradient_checkpointing": False, "train_sampling_strategy": "group_by_length"}
-    return {SFT_TUNED: _sft_row(options, faster)}
+    save(DENSE, SFT_TUNED, _sft_row(options, faster))
 
 
 def _sft_row(options: argparse.Namespace, settings: dict[str, Any]) -> Row:
@@ -113,8 +124,56 @@ def _sft_row(options: argparse.Namespace, settings: dict[str, Any]) -> Row:
     return {**update_row(seconds, tokens, options.device), "micro_batch": options.trl_batch}
 
 
-def grpo_trl(options: argparse.Namespace) -> dict[str, Row]:
+def grpo_trl(options: argparse.Namespace, parts: Sequence[str], save: Save) -> None:
     """GRPOTrainer, sampling with transformers' generate."""
+    steps = _train_grpo(options, {"use_vllm": False}, 1 + options.grpo_steps)
+    save(RL, GRPO, _grpo_row(steps, 1, options, [options.steps] * options.prompts * options.group))
+
+
+def grpo_trl_vllm(options: argparse.Namespace, parts: Sequence[str], save: Save) -> None:
+    """GRPOTrainer with vLLM colocated; then the same steps without the correction that TRL adds by default with vLLM.
+
+    The correction scores the completions a second time.
+    """
+    timed = options.grpo_steps
+    steps = _train_grpo(options, VLLM_SETTINGS, 1 + 2 * timed, corrected=1 + timed)
+    lengths = [options.steps] * options.prompts * options.group
+    save(RL, GRPO_VLLM, _grpo_row(steps.until(1 + timed), 1, options, lengths))
+    save(RL, GRPO_VLLM_PLAIN, _grpo_row(steps, 1 + timed, options, lengths))
+
+
+def grpo_tails_trl_vllm(options: argparse.Namespace, parts: Sequence[str], save: Save) -> None:
+    """The same with long tails: one step, after a short one that warms everything up.
+
+    A step takes more than a minute, because TRL pads all completions of a step to the longest.
+    """
+    options = with_tails(options)
+    lengths = tail_lengths(options.prompts * options.group, options.tail_mean, options.tail_longest)
+    short = [min(8, length) for length in lengths]
+    steps = _train_grpo(options, VLLM_SETTINGS, 2, limits=[short, lengths])
+    save(RL_TAILS, GRPO_VLLM, _grpo_row(steps, 1, options, lengths))
+
+
+class _Steps(NamedTuple):
+    """What a trainer logged, when its steps ended, and how long each took to sample and to score."""
+
+    history: list[dict[str, float]]
+    ended: list[float]
+    rollouts: list[float]
+
+    def until(self, num: int) -> _Steps:
+        """The first of them."""
+        return _Steps(self.history[:num], self.ended[:num], self.rollouts[:num])
+
+
+def _train_grpo(
+    options: argparse.Namespace,
+    settings: dict[str, Any],
+    num_steps: int,
+    limits: Sequence[Sequence[int]] | None = None,
+    corrected: int | None = None,
+) -> _Steps:
+    """Train; `limits` are the lengths of each step's completions, and from step `corrected` on nothing is corrected."""
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
@@ -122,6 +181,9 @@ def grpo_trl(options: argparse.Namespace) -> dict[str, Row]:
 
     class Timed(GRPOTrainer):
         def _generate_and_score_completions(self, inputs: Any) -> Any:
+            if len(rollouts) == corrected:
+                self.vllm_importance_sampling_correction = False
+            synchronize(options.device)
             started = time.perf_counter()
             found = super()._generate_and_score_completions(inputs)
             synchronize(options.device)
@@ -134,7 +196,7 @@ def grpo_trl(options: argparse.Namespace) -> dict[str, Row]:
     num = options.prompts * options.group
     with tempfile.TemporaryDirectory() as folder:
         config = GRPOConfig(
-            **_trainer_settings(folder, 1 + options.grpo_steps, options),
+            **_trainer_settings(folder, num_steps, options),
             per_device_train_batch_size=options.trl_completions,
             gradient_accumulation_steps=num // options.trl_completions,
             num_generations=options.group,
@@ -143,36 +205,69 @@ def grpo_trl(options: argparse.Namespace) -> dict[str, Row]:
             beta=0.0,
             loss_type="grpo",
             gradient_checkpointing=False,
-            use_vllm=False,
             logging_steps=1,
+            **settings,
         )
         model = plain_model(torch.float32, options)
+        tokenizer = make_tokenizer(model.config.vocab_size)
+        if settings["use_vllm"]:
+            _serve_from(folder, model, tokenizer, options)
         clock = _trainer_clock(options.device)
         trainer = Timed(
             model=model,
             reward_funcs=reward,
             args=config,
             train_dataset=Dataset.from_list([{"prompt": text} for text in text_prompts(options)]),
-            processing_class=make_tokenizer(model.config.vocab_size),
+            processing_class=tokenizer,
             callbacks=[clock],
         )
+        if limits is not None:
+            _limit(trainer.vllm_generation.llm, limits, rollouts)
         trainer.train()
-    return {GRPO: _grpo_row(trainer.state.log_history, clock.ended, rollouts, options)}
+    history = [row for row in trainer.state.log_history if "reward" in row]
+    return _Steps(history, clock.ended, rollouts)
 
 
-def _grpo_row(
-    history: list[dict[str, float]], ended: list[float], rollouts: list[float], options: argparse.Namespace
-) -> Row:
-    """Seconds of a step by phase, once it is known that every step sampled as many tokens as it had to."""
-    lengths = [(row["completions/min_length"], row["num_tokens"]) for row in history if "reward" in row]
-    each = options.prompts * options.group * (options.prompt + options.steps)
-    expected = [(options.steps, each * (step + 1)) for step in range(1 + options.grpo_steps)]
-    assert lengths == expected, (lengths, expected)
-    step = (ended[-1] - ended[0]) / options.grpo_steps
-    assert len(rollouts) == 1 + options.grpo_steps, rollouts
-    rollout = sum(rollouts[1:]) / options.grpo_steps
+def _serve_from(folder: str, model: Any, tokenizer: Any, options: argparse.Namespace) -> None:
+    """Let TRL start vLLM from a folder without weights: they are random, and the first step brings the trainer's."""
+    from trl.generation import vllm_generation
+
+    config = dense_config(options.tiny)
+    config.architectures, config.dtype = ["Qwen3ForCausalLM"], "bfloat16"
+    config.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    model.name_or_path = folder
+    vllm_generation.LLM = partial(vllm_generation.LLM, load_format="dummy")
+
+
+def _limit(llm: Any, limits: Sequence[Sequence[int]], rollouts: list[float]) -> None:
+    """Give each completion of a step its own length."""
+    generate = llm.generate
+
+    def limited(prompts: Any, sampling_params: Any, **others: Any) -> Any:
+        each = []
+        for length in limits[len(rollouts)]:
+            params = sampling_params.clone()
+            params.max_tokens = length
+            each.append(params)
+        return generate(prompts, sampling_params=each, **others)
+
+    llm.generate = limited
+
+
+def _grpo_row(steps: _Steps, first: int, options: argparse.Namespace, lengths: Sequence[int]) -> Row:
+    """Mean seconds by phase of the steps from `first` on, once it is known that each sampled what it had to."""
+    num, timed = options.prompts * options.group, len(steps.ended) - first
+    assert len(steps.rollouts) == len(steps.history) == len(steps.ended), steps
+    for logged in steps.history[first:]:
+        assert logged["completions/min_length"] == min(lengths), logged
+        assert logged["completions/max_length"] == max(lengths), logged
+        assert abs(logged["completions/mean_length"] - sum(lengths) / num) < 0.01, logged
+    step = (steps.ended[-1] - steps.ended[first - 1]) / timed
+    rollout = sum(steps.rollouts[first:]) / timed
     row = {"step_s": step, "rollout_s": rollout, "update_s": step - rollout, "sync_s": 0.0}
-    return {**row, "peak_bytes": peak_bytes(options.device), "micro_batch": options.trl_completions}
+    row |= {"peak_bytes": peak_bytes(options.device), "micro_batch": options.trl_completions}
+    return {**row, "tokens": sum(lengths)}
 
 
 def _trainer_settings(folder: str, steps: int, options: argparse.Namespace) -> dict[str, Any]:

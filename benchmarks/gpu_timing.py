@@ -1,14 +1,45 @@
-"""How the contenders of benchmarks/gpu.py take their times."""
+"""How the contenders of benchmarks/gpu.py take their times, and hand them over."""
 
 from __future__ import annotations
 
+import json
+import os
 import time
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 
 Row = dict[str, float]
+
+
+class Save(Protocol):
+    """Takes a row of a part; of a part that has several cases, also which."""
+
+    def __call__(self, part: str, name: str, row: Row, case: str = "") -> None: ...
+
+
+class SavedRows:
+    """A `Save` that writes a file after each row: a process that is cut short leaves what it has."""
+
+    def __init__(self, file: Path):
+        self._file, self._rows = file, dict[str, dict[str, Any]]()
+
+    def __call__(self, part: str, name: str, row: Row, case: str = "") -> None:
+        rows = self._rows.setdefault(part, {})
+        if case:
+            rows.setdefault(name, {})[case] = row
+        else:
+            rows[name] = row
+        print(f"{part}: {name}{case and f', {case}'}: {_short(row)}", flush=True)
+        unfinished = self._file.with_suffix(".unfinished")
+        unfinished.write_text(json.dumps(self._rows))
+        os.replace(unfinished, self._file)
+
+
+def _short(row: Row) -> str:
+    return ", ".join(f"{key} {value:.5g}" for key, value in row.items())
 
 
 def synchronize(device: str) -> None:

@@ -9,6 +9,11 @@ import argparse
 import random
 from typing import Any
 
+# The parts of the benchmark.
+DECODE, DECODE_MOE, DENSE, MOE, LONG = "decode", "decode-moe", "dense", "moe", "long"
+ROWS, TAILS, PROMPTS = "rows", "tails", "prompts"
+RL, RL_TAILS, EXACT, FIRST, MEMORY = "grpo", "grpo-tails", "exact", "first", "memory"
+
 LR = 1e-6
 # Everything small enough for a CPU, to try the script out; its numbers mean nothing.
 TINY = {
@@ -24,6 +29,16 @@ TINY = {
     "group": 4,
     "trl_batch": 4,
     "trl_completions": 4,
+    "row_counts": [1, 3],
+    "row_steps": 6,
+    "tails": [5],
+    "tail_mean": 6,
+    "tail_longest": 20,
+    "prompt_cases": [(2, 8), (2, 40)],
+    "tail_prompts": 2,
+    "trl_tail_completions": 4,
+    "kv_cache_gib": 0.01,
+    "long_tokens": 64,
 }
 _NUM_PROMPTS = 64
 _NUM_SFT_IDS = 1000  # ids of the sequences that updates train on
@@ -113,3 +128,16 @@ def make_tokenizer(vocabulary: int) -> Any:
 def characters(prompt: str, completion: str, row: dict[str, Any]) -> float:
     """A reward that differs between completions, so that every group has something to learn from."""
     return len(completion) / 1000
+
+
+def with_tails(options: argparse.Namespace) -> argparse.Namespace:
+    """The options of a step with long tails: as many prompts, and completions as long as the longest."""
+    return argparse.Namespace(
+        **{
+            **vars(options),
+            "prompts": options.tail_prompts,
+            "steps": options.tail_longest,
+            "grpo_steps": options.tail_steps,
+            "trl_completions": options.trl_tail_completions,
+        }
+    )
