@@ -1,0 +1,272 @@
+"""Triton kernels with which each row's new token attends to its part of a paged cache.
+
+A program serves one row and one head of keys: it puts the new key and value into the row's block, and reads of the cache
+only what is filled and inside of the window. Where rows and heads are too few to keep the device reading, a context is cut
+into pieces for several programs, and the one that arrives last combines what they found. How long the pieces are follows
+from the row's position, on the device: a captured graph serves contexts of all lengths.
+"""
+
+from __future__ import annotations
+
+from functools import cache as remember
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from shardproof.rollout.kernels import EARLY_LAUNCH, begin
+from shardproof.rollout.paged.attention_parts import (
+    add_up,
+    attend_piece,
+    finish,
+    load_tokens,
+    norm_and_rotate,
+    piece_of,
+    put,
+)
+
+
+class Tuning(NamedTuple):
+    """What decides how fast the kernels are; defaults were measured on an H200."""
+
+    programs: int = 264  # that keep the device reading
+    most_splits: int = 64  # programs per context
+    chunk: int = 128  # cached tokens that are worth a program
+    block_t: int = 64  # cached tokens at a time
+    warps: int = 4
+    stages: int = 3
+
+
+TUNING = Tuning()
+_COMBINED = 16  # pieces at a time
+
+
+# Numbers that change with the rows make no other kernel: a run compiles it once.
+@triton.jit(
+    do_not_specialize=["rows", "table_stride", "shares"],
+    do_not_specialize_on_alignment=[
+        "tables_ptr",
+        "positions_ptr",
+        "parts_ptr",
+        "scalars_ptr",
+        "counters_ptr",
+    ],
+)
+def _attend_kernel(
+    sums_ptr,  # [shares, rows, (heads + 2 * key heads) * width]
+    cos_ptr, sin_ptr,  # [positions, width]
+    q_norm_ptr, k_norm_ptr,  # [width]
+    sinks_ptr,  # [heads]
+    keys_ptr, values_ptr,  # [blocks, key heads, PAGE, width]
+    tables_ptr, positions_ptr,  # [rows, .], [rows]
+    out_ptr,  # [rows, heads * width]
+    parts_ptr, scalars_ptr, counters_ptr,  # of pieces: [rows * key heads, splits, group * width], [., ., 2 * group], [.]
+    rows, table_stride, shares, scale, eps,
+    HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
+    NORM: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
+    SHARES: tl.constexpr, CHUNK: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    GROUP: tl.constexpr = HEADS // KEY_HEADS
+    dtype: tl.constexpr = keys_ptr.dtype.element_ty
+    # What stands in the cache, and where, does not depend on the kernels before.
+    position = tl.load(positions_ptr + row).to(tl.int32)
+    table_ptr = tables_ptr + row.to(tl.int64) * table_stride
+    first, at, end, pieces = piece_of(position, split, tl.num_programs(2), WINDOW, CHUNK, BLOCK_T)
+    if split >= pieces:
+        return
+    block = tl.load(table_ptr + at // PAGE)
+    next_block = tl.load(table_ptr + (at + BLOCK_T) // PAGE, mask=at + BLOCK_T < end, other=0)
+    cached_key, cached_value, there = load_tokens(
+        keys_ptr, values_ptr, block, head, at, first, end, KEY_HEADS, WIDTH, PAGE, WIDTH, BLOCK_T
+    )
+    column, group = tl.arange(0, WIDTH), tl.arange(0, BLOCK_G)
+    partner, sign = (column + WIDTH // 2) % WIDTH, tl.where(column < WIDTH // 2, -1.0, 1.0)
+    cos = tl.load(cos_ptr + position.to(tl.int64) * WIDTH + column).to(tl.float32)
+    sin = tl.load(sin_ptr + position.to(tl.int64) * WIDTH + column).to(tl.float32)
+    begin(EARLY)
+    size = rows * (HEADS + 2 * KEY_HEADS) * WIDTH
+    states_at = sums_ptr + row * (HEADS + 2 * KEY_HEADS) * WIDTH
+    heads_at = states_at + (head * GROUP + group)[:, None] * WIDTH
+    has_head = (group < GROUP)[:, None]
+    query = norm_and_rotate(
+        add_up(heads_at + column[None, :], has_head, shares, size, SHARES),
+        add_up(heads_at + partner[None, :], has_head, shares, size, SHARES),
+        q_norm_ptr, column[None, :], partner[None, :], sign[None, :], cos[None, :], sin[None, :], eps, WIDTH, NORM,
+    ).to(dtype)  # fmt: skip
+    # Only the first piece has use for the new key and value.
+    is_first = split == 0
+    wanted = is_first & (column < WIDTH)
+    key_at, value_at = states_at + (HEADS + head) * WIDTH, states_at + (HEADS + KEY_HEADS + head) * WIDTH
+    new_key = norm_and_rotate(
+        add_up(key_at + column, wanted, shares, size, SHARES),
+        add_up(key_at + partner, wanted, shares, size, SHARES),
+        k_norm_ptr, column, partner, sign, cos, sin, eps, WIDTH, NORM,
+    ).to(dtype)  # fmt: skip
+    new_value = add_up(value_at + column, wanted, shares, size, SHARES).to(dtype)
+    put(
+        keys_ptr, values_ptr, table_ptr, head, position, new_key, new_value, is_first, KEY_HEADS, WIDTH, PAGE, WIDTH
+    )  # fmt: skip
+    peak, norm, total = attend_piece(
+        query, new_key, new_value, sinks_ptr, cached_key, cached_value, there, next_block,
+        keys_ptr, values_ptr, table_ptr, head, at, first, end, is_first, scale,
+        KEY_HEADS, GROUP, WIDTH, PAGE, SOFTCAP, SINKS, BLOCK_G, WIDTH, BLOCK_T,
+    )  # fmt: skip
+    finish(
+        peak, norm, total, out_ptr, parts_ptr, scalars_ptr, counters_ptr, row * KEY_HEADS + head,
+        split, tl.num_programs(2), pieces, GROUP, WIDTH, BLOCK_G, WIDTH, BLOCK_S,
+    )  # fmt: skip
+
+
+@triton.jit(
+    do_not_specialize=["table_stride"],
+    do_not_specialize_on_alignment=[
+        "tables_ptr",
+        "positions_ptr",
+        "parts_ptr",
+        "scalars_ptr",
+        "counters_ptr",
+    ],
+)
+def _attend_rotated_kernel(
+    query_ptr, key_ptr, value_ptr,  # [rows, heads, width], [rows, key heads, width] twice
+    sinks_ptr,  # [heads]
+    keys_ptr, values_ptr,  # [blocks, key heads, PAGE, width]
+    tables_ptr, positions_ptr,  # [rows, .], [rows]
+    out_ptr,  # [rows, heads * width]
+    parts_ptr, scalars_ptr, counters_ptr,  # as above
+    table_stride, scale,
+    HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    GROUP: tl.constexpr = HEADS // KEY_HEADS
+    position = tl.load(positions_ptr + row).to(tl.int32)
+    table_ptr = tables_ptr + row.to(tl.int64) * table_stride
+    first, at, end, pieces = piece_of(position, split, tl.num_programs(2), WINDOW, CHUNK, BLOCK_T)
+    if split >= pieces:
+        return
+    block = tl.load(table_ptr + at // PAGE)
+    next_block = tl.load(table_ptr + (at + BLOCK_T) // PAGE, mask=at + BLOCK_T < end, other=0)
+    cached_key, cached_value, there = load_tokens(
+        keys_ptr, values_ptr, block, head, at, first, end, KEY_HEADS, WIDTH, PAGE, BLOCK_W, BLOCK_T
+    )
+    column, group = tl.arange(0, BLOCK_W), tl.arange(0, BLOCK_G)
+    item = row * KEY_HEADS + head
+    query_at = query_ptr + item * GROUP * WIDTH + group[:, None] * WIDTH + column[None, :]
+    query = tl.load(query_at, mask=(group < GROUP)[:, None] & (column < WIDTH)[None, :], other=0.0)
+    new_key = tl.load(key_ptr + item * WIDTH + column, mask=column < WIDTH, other=0.0)
+    new_value = tl.load(value_ptr + item * WIDTH + column, mask=column < WIDTH, other=0.0)
+    is_first = split == 0
+    put(
+        keys_ptr, values_ptr, table_ptr, head, position, new_key, new_value, is_first, KEY_HEADS, WIDTH, PAGE, BLOCK_W
+    )  # fmt: skip
+    peak, norm, total = attend_piece(
+        query, new_key, new_value, sinks_ptr, cached_key, cached_value, there, next_block,
+        keys_ptr, values_ptr, table_ptr, head, at, first, end, is_first, scale,
+        KEY_HEADS, GROUP, WIDTH, PAGE, SOFTCAP, SINKS, BLOCK_G, BLOCK_W, BLOCK_T,
+    )  # fmt: skip
+    finish(
+        peak, norm, total, out_ptr, parts_ptr, scalars_ptr, counters_ptr, item,
+        split, tl.num_programs(2), pieces, GROUP, WIDTH, BLOCK_G, BLOCK_W, BLOCK_S,
+    )  # fmt: skip
+
+
+def attend(
+    sums: torch.Tensor,
+    rotary_tables: tuple[torch.Tensor, torch.Tensor],
+    norms: tuple[torch.Tensor, torch.Tensor, float] | None,
+    cache: tuple[torch.Tensor, torch.Tensor],
+    tables: torch.Tensor,
+    positions: torch.Tensor,
+    scaling: float,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention [rows, heads * width] of each row's new token, whose key and value are put into the cache.
+
+    `sums` [shares, rows, n]: partial sums of queries, keys and values. `rotary_tables`: cosines and sines by position.
+    `norms`: weights of the norms of queries and keys, and their epsilon. `cache`: keys and values
+    [blocks, key heads, 64, width]. `tables` [rows, .]: the blocks of each row, from position 0 on. `positions` [rows, 1]:
+    those of the new tokens. With a `window`, a token sees that many tokens, itself included.
+    """
+    keys, values = cache
+    _, key_heads, _, width = keys.shape
+    shares, rows, size = sums.shape
+    q_norm, k_norm, eps = norms if norms is not None else (keys, keys, 0.0)
+    out = torch.empty(rows, size - 2 * key_heads * width, dtype=keys.dtype, device=keys.device)
+    splits, memory, options = _plan(out, keys, tables, window, softcap, sinks)
+    _attend_kernel[(rows, key_heads, splits)](
+        sums, *rotary_tables, q_norm, k_norm, sinks if sinks is not None else out, keys, values, tables, positions, out,
+        *memory, rows, tables.stride(0), shares, scaling, eps,
+        NORM=norms is not None, SHARES=max(4, triton.next_power_of_2(shares)), EARLY=EARLY_LAUNCH,
+        launch_pdl=EARLY_LAUNCH, **options,
+    )  # fmt: skip
+    return out
+
+
+def attend_rotated(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cache: tuple[torch.Tensor, torch.Tensor],
+    tables: torch.Tensor,
+    positions: torch.Tensor,
+    scaling: float,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """As `attend`, for query [rows, heads, width], key and value [rows, key heads, width] that are normed and rotated."""
+    keys, values = cache
+    rows, heads, width = query.shape
+    out = torch.empty(rows, heads * width, dtype=query.dtype, device=query.device)
+    splits, memory, options = _plan(out, keys, tables, window, softcap, sinks)
+    _attend_rotated_kernel[(rows, keys.shape[1], splits)](
+        query.contiguous(), key.contiguous(), value.contiguous(), sinks if sinks is not None else out,
+        keys, values, tables, positions, out, *memory, tables.stride(0), scaling,
+        BLOCK_W=triton.next_power_of_2(width), **options,
+    )  # fmt: skip
+    return out
+
+
+def _plan(
+    out: torch.Tensor,
+    keys: torch.Tensor,
+    tables: torch.Tensor,
+    window: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> tuple[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor], dict[str, Any]]:
+    """(programs per context, memory through which they combine what they found, the kernels' options)."""
+    _, key_heads, page, width = keys.shape
+    rows, heads = len(out), out.shape[1] // width
+    group, items = heads // key_heads, rows * key_heads
+    capacity = tables.shape[1] * page
+    splits = num_splits(items, min(capacity, window or capacity))
+    pieces = items * splits * group
+    memory = torch.empty(pieces * (width + 2), dtype=torch.float32, device=out.device)
+    options = {
+        "HEADS": heads, "KEY_HEADS": key_heads, "WIDTH": width, "PAGE": page,
+        "WINDOW": window or 0, "SOFTCAP": softcap or 0.0, "SINKS": sinks is not None,
+        "CHUNK": TUNING.chunk, "BLOCK_G": triton.next_power_of_2(group), "BLOCK_T": TUNING.block_t,
+        "BLOCK_S": _COMBINED, "num_warps": TUNING.warps, "num_stages": TUNING.stages,
+    }  # fmt: skip
+    return splits, (*memory.split([pieces * width, pieces * 2]), _counters(items, out.device)), options
+
+
+def num_splits(items: int, longest: int) -> int:
+    """How many programs share a context of up to `longest` tokens, where rows times heads of keys are `items`."""
+    return max(1, min(TUNING.programs // items, TUNING.most_splits, longest // TUNING.chunk))
+
+
+@remember
+def _counters(items: int, device: torch.device) -> torch.Tensor:
+    """How many programs have arrived, per context and head of keys; 0 between launches."""
+    return torch.zeros(items, dtype=torch.int32, device=device)
