@@ -14,6 +14,7 @@ import torch
 
 from benchmarks.gpu_cases import tail_lengths
 from benchmarks.gpu_timing import Row, Save, decode_row, peak_bytes, synchronize, update_row
+from benchmarks.gpu_vllm import set_environment
 from benchmarks.gpu_workload import (
     DECODE,
     DENSE,
@@ -25,6 +26,7 @@ from benchmarks.gpu_workload import (
     dense_config,
     make_tokenizer,
     sequences,
+    served_folder,
     text_prompts,
     with_tails,
 )
@@ -174,6 +176,8 @@ def _train_grpo(
     corrected: int | None = None,
 ) -> _Steps:
     """Train; `limits` are the lengths of each step's completions, and from step `corrected` on nothing is corrected."""
+    if settings["use_vllm"]:
+        set_environment()  # before TRL imports vLLM
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
@@ -211,7 +215,7 @@ def _train_grpo(
         model = plain_model(torch.float32, options)
         tokenizer = make_tokenizer(model.config.vocab_size)
         if settings["use_vllm"]:
-            _serve_from(folder, model, tokenizer, options)
+            _serve_from(served_folder(options), model)
         clock = _trainer_clock(options.device)
         trainer = Timed(
             model=model,
@@ -228,14 +232,10 @@ def _train_grpo(
     return _Steps(history, clock.ended, rollouts)
 
 
-def _serve_from(folder: str, model: Any, tokenizer: Any, options: argparse.Namespace) -> None:
+def _serve_from(folder: str, model: Any) -> None:
     """Let TRL start vLLM from a folder without weights: they are random, and the first step brings the trainer's."""
     from trl.generation import vllm_generation
 
-    config = dense_config(options.tiny)
-    config.architectures, config.dtype = ["Qwen3ForCausalLM"], "bfloat16"
-    config.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
     model.name_or_path = folder
     vllm_generation.LLM = partial(vllm_generation.LLM, load_format="dummy")
 

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import argparse
 import os
-import tempfile
 from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.gpu_cases import Generate, longest_sequence, measure_engine, most_rows
 from benchmarks.gpu_timing import Save
-from benchmarks.gpu_workload import dense_config
+from benchmarks.gpu_workload import served_folder
 
 VLLM = "vLLM"
 VLLM_APART = "vLLM, engine in a process of its own"
@@ -43,22 +42,18 @@ def engine_vllm_apart(options: argparse.Namespace, parts: Sequence[str], save: S
 
 def _measure(name: str, options: argparse.Namespace, parts: Sequence[str], save: Save) -> None:
     set_environment(apart=name == VLLM_APART)
-    with tempfile.TemporaryDirectory() as folder:
-        measure_engine(make_generate(start(folder, options), options), name, parts, options, save)
+    measure_engine(make_generate(start(options)), name, parts, options, save)
 
 
-def start(folder: str, options: argparse.Namespace) -> Any:
+def start(options: argparse.Namespace) -> Any:
     """A `vllm.LLM` with random weights."""
     from vllm import LLM
 
-    config = dense_config(options.tiny)
-    config.architectures, config.dtype = ["Qwen3ForCausalLM"], "bfloat16"
-    config.save_pretrained(folder)
     settings: dict[str, Any] = {}
     if options.vllm_cache_gib:
         settings["kv_cache_memory_bytes"] = int(options.vllm_cache_gib * 2**30)
     return LLM(
-        model=folder,
+        model=served_folder(options),
         load_format="dummy",
         skip_tokenizer_init=True,
         dtype="bfloat16",
@@ -71,7 +66,8 @@ def start(folder: str, options: argparse.Namespace) -> Any:
     )
 
 
-def make_generate(llm: Any, options: argparse.Namespace) -> Generate:
+def make_generate(llm: Any) -> Generate:
+    """How the cases ask vLLM."""
     from vllm import SamplingParams
 
     def generate(prompts: Sequence[Sequence[int]], limits: Sequence[int]) -> list[int]:
@@ -92,11 +88,3 @@ def make_generate(llm: Any, options: argparse.Namespace) -> Generate:
         return [len(each.token_ids) for each in said]
 
     return generate
-
-
-def compile_only(options: argparse.Namespace) -> None:
-    """Start vLLM once with little memory, so that the next start finds on disk what it compiles."""
-    set_environment()
-    with tempfile.TemporaryDirectory() as folder:
-        generate = make_generate(start(folder, options), options)
-        assert generate([[1, 2, 3]], [4]) == [4]

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import argparse
 import random
+import tempfile
+from pathlib import Path
 from typing import Any
 
 # The parts of the benchmark.
@@ -74,6 +76,19 @@ def moe_config(tiny: bool) -> Any:
         num_experts=128, num_experts_per_tok=8, num_attention_heads=32, num_key_value_heads=4, head_dim=128,
         vocab_size=151936, tie_word_embeddings=False,
     )  # fmt: skip
+
+
+def served_folder(options: argparse.Namespace) -> str:
+    """A folder from which vLLM can serve the dense model with random weights: a config and a tokenizer.
+
+    Always the same one: vLLM looks up what it has compiled by it.
+    """
+    folder = Path(tempfile.gettempdir()) / f"gpu-benchmark-model{'-tiny' if options.tiny else ''}"
+    config = dense_config(options.tiny)
+    config.architectures, config.dtype = ["Qwen3ForCausalLM"], "bfloat16"
+    config.save_pretrained(folder)
+    make_tokenizer(config.vocab_size).save_pretrained(folder)
+    return str(folder)
 
 
 def active_parameters(config: Any) -> int:

@@ -4,7 +4,8 @@
 
 One rank (NCCL) holds float32 weights and brings them as bfloat16 to two running servers, one for each transport, by
 turns; every sync ends with its canary. The median of the repeats counts. The bandwidths are measured in the same run: a
-copy within the GPU (bytes read and written), and copies between the GPU and pinned host memory.
+copy within the GPU (bytes read and written), and copies between the GPU and pinned host memory. In the end the server with
+shared memory sleeps, wakes and takes the weights again.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ SHAPES = {
     "1.7B": gpu_workload.dense_config,
 }
 TRANSPORTS = ("shared", "ipc")
+# A cache of a fixed size: vLLM then need not find out how much memory is left, which fails if that changes meanwhile.
+CACHE = ["--kv-cache-memory-bytes", str(4 * 2**30)]
 _CANARY = ("canary", "canary/trainer")
 GIB = 2**30
 
@@ -90,9 +93,9 @@ def measure(shape: str, repeats: int) -> dict[str, Any]:
     try:
         for name in TRANSPORTS:
             settings = VllmSettings(
-                transport=name, max_model_len=512, gpu_memory_utilization=0.15, enforce_eager=True
+                transport=name, max_model_len=512, gpu_memory_utilization=0.15, enforce_eager=True, args=CACHE
             )
-            engines[name] = VllmEngine(policy, settings)
+            engines[name] = VllmEngine(policy, settings, sleeps=name == "shared")
         for repeat in range(repeats + 2):  # the first two fill both buffers
             update(policy, repeat)
             for name, engine in engines.items():
@@ -106,13 +109,31 @@ def measure(shape: str, repeats: int) -> dict[str, Any]:
                 print(f"  {shape}, sync {repeat}: {name} {total:.3f} s", flush=True)
                 if repeat >= 2:
                     rows[name].append(parts)
+        slept = measure_sleep(policy, engines["shared"])
     finally:
         for engine in engines.values():
             engine.close()
     num_bytes = sum(meta.nbytes for meta in sp.WeightStream(policy, torch.bfloat16).metadata())
     medians = {name: {key: median(row[key] for row in rows[name]) for key in rows[name][0]} for name in rows}
     spread = {name: [min(r["wall"] for r in rows[name]), max(r["wall"] for r in rows[name])] for name in rows}
-    return {"bytes": num_bytes, "seconds": medians, "least and most": spread}
+    return {"bytes": num_bytes, "seconds": medians, "least and most": spread, "sleep": slept}
+
+
+def measure_sleep(policy: Any, engine: VllmEngine) -> dict[str, float]:
+    """Seconds to sleep, to wake and to bring the weights again, and the bytes that sleeping sets free."""
+    found: dict[str, float] = {}
+    free = torch.cuda.mem_get_info()[0]
+    for name, action in (
+        ("sleep", engine.sleep),
+        ("wake", engine.wake),
+        ("sync", lambda: engine.load_weights(sp.WeightStream(policy, torch.bfloat16))),
+    ):
+        started = time.perf_counter()
+        action()
+        found[name] = time.perf_counter() - started
+        if name == "sleep":
+            found["freed"] = torch.cuda.mem_get_info()[0] - free
+    return found
 
 
 def on_one_rank(_: int, store: str, repeats: int, shapes: list[str], results: Any) -> None:
@@ -149,6 +170,12 @@ def report(found: dict[str, Any]) -> None:
     header = ["weights and transport", "s", "without canary", "GB/s", "of GPU to host", "canary's gap"]
     print_table("a sync, one rank and one server on one GPU", header, rows)
     for shape in SHAPES:
+        if slept := found.get(shape, {}).get("sleep"):
+            freed = slept["freed"] / GIB
+            print(
+                f"{shape}: sleep {slept['sleep']:.2f} s, {freed:.1f} GiB free; wake {slept['wake']:.2f} s; "
+                f"weights again {slept['sync']:.2f} s"
+            )
         for name, parts in found.get(shape, {}).get("seconds", {}).items():
             print(f"{shape} {name}: " + ", ".join(f"{key} {value:.3f}" for key, value in parts.items()))
 

@@ -18,6 +18,7 @@ from shardproof.rollout.recording import expert_shape
 from shardproof.rollout.token_ledger import TokenLedger
 from shardproof.rollout.trajectory import Segment, Trajectory
 from shardproof.train.routing import routers_of
+from tests.gpu.servers import SMALL
 from tests.models import make_checkpoint
 from tests.ranks import run_ranks
 
@@ -40,7 +41,7 @@ def make_engine(policy: Any, kind: str, log: str) -> Any:
     from shardproof.rollout.vllm_server import VllmSettings
 
     os.environ["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
-    settings = VllmSettings(max_model_len=256, gpu_memory_utilization=0.1, enforce_eager=True, log=log)
+    settings = VllmSettings(max_model_len=256, log=log, **SMALL)
     return VllmEngine(policy, settings, experts=shape)
 
 

@@ -18,6 +18,7 @@ from shardproof.rollout.vllm_client import Deadline
 from shardproof.rollout.vllm_engine import VllmEngine
 from shardproof.rollout.vllm_server import VllmSettings
 from shardproof.rollout.vllm_versions import installed_version, interface_of
+from tests.gpu.servers import SMALL
 from tests.models import make_checkpoint
 from tests.ranks import run_ranks
 from tests.rollout.vllm.support import PROMPTS, ask, change, failure, sync
@@ -70,7 +71,7 @@ def forget(engine: VllmEngine) -> None:
 def serve(folder: str, log: str) -> dict[str, Any]:
     os.environ["VLLM_USE_FLASHINFER_SAMPLER"] = "0"  # FlashInfer is optional, and it compiles for minutes
     policy = sp.load(folder, device="cuda", compute_dtype=torch.bfloat16)
-    settings = VllmSettings(max_model_len=128, gpu_memory_utilization=0.1, enforce_eager=True, log=log)
+    settings = VllmSettings(max_model_len=128, log=log, **SMALL)
     engine = VllmEngine(policy, settings, sleeps=True)
     requests = ask(6)
     found: dict[str, Any] = {"gaps": [], "means": [], "versions": [], "freed": []}
@@ -117,7 +118,7 @@ def test_a_colocated_server_samples_from_the_policys_weights(tmp_path, family):
     # Half precision on both sides; weights that are not the policy's are whole nats away.
     assert max(found["gaps"]) < 0.5 and max(found["means"]) < 0.3
     assert found["versions"] == [{0}, {1}, {2}]
-    assert min(found["freed"]) > 2**30  # most of what gpu_memory_utilization lends it
+    assert min(found["freed"]) > 2**30  # most of its cache
     assert found["stopped"]
     assert "R502 sync" in found["message"] and "layers.1.self_attn.qkv_proj" in found["message"]
     assert "the server is back at version 3" in found["message"]
@@ -137,9 +138,7 @@ def serve_by_ipc(folder: str, log: str) -> dict[str, Any]:
     os.environ["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
     stand_in_for_ray(Path(log).parent / "ray")
     policy = sp.load(folder, device="cuda", compute_dtype=torch.bfloat16)
-    settings = VllmSettings(
-        transport="ipc", max_model_len=128, gpu_memory_utilization=0.1, enforce_eager=True, log=log
-    )
+    settings = VllmSettings(transport="ipc", max_model_len=128, log=log, **SMALL)
     engine = VllmEngine(policy, settings)
     found: dict[str, Any] = {"gaps": [], "means": [], "versions": [], "seconds": []}
     held = 0

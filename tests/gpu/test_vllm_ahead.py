@@ -19,6 +19,7 @@ from shardproof.rollout.engine import Request, Sampling
 from shardproof.rollout.trajectory import Trajectory
 from shardproof.rollout.vllm_engine import VllmEngine
 from shardproof.rollout.vllm_server import VllmSettings
+from tests.gpu.servers import SMALL
 from tests.models import make_checkpoint, tiny_config
 from tests.ranks import run_ranks
 from tests.rollout.vllm.support import PROMPTS, change, sync
@@ -54,9 +55,7 @@ def gaps(policy: Any, trajectories: list[Trajectory], version: int) -> torch.Ten
 def interrupt(folder: str, log: str) -> dict[str, Any]:
     os.environ["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
     policy = sp.load(folder, device="cuda", compute_dtype=torch.bfloat16)
-    settings = VllmSettings(
-        replicas=2, max_model_len=2048, gpu_memory_utilization=0.08, enforce_eager=True, log=log
-    )
+    settings = VllmSettings(replicas=2, max_model_len=2048, log=log, **SMALL)
     engine = VllmEngine(policy, settings)
     requests = [Request(Trajectory.of_prompt(PROMPTS[k % 3]), seed=k) for k in range(16)]
     try:
@@ -128,8 +127,7 @@ def test_a_run_goes_one_step_ahead(tmp_path, name):
         "model.compute_dtype=bfloat16",
         "rollout.ahead=1",
         "rollout.max_new_tokens=64",
-        "rollout.vllm.gpu_memory_utilization=0.08",
-        "rollout.vllm.enforce_eager=true",
+        *(f"rollout.vllm.{key}={json.dumps(value)}" for key, value in SMALL.items()),
         "rollout.vllm.max_model_len=256",
         "train.ranks=1",
         "train.steps=6",
