@@ -10,6 +10,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.tensor import DTensor
 
 import shardproof as sp
+from shardproof.train import staying
 from shardproof.train.state import training_state
 from tests.models import make_checkpoint
 from tests.ranks import run_ranks
@@ -155,3 +156,39 @@ def test_auto_spends_what_is_left_on_parameters(tmp_path):
 
 def state_of(folder):
     return full_state(load(folder, {}))
+
+
+def gathers_by_memory(folder, free):
+    """Gathers of steps 2 to 4 on devices with so much free memory; step 3 has longer sequences than any before."""
+    policy = load(folder, {})
+    optimizer = sp.make_optimizer(policy, lr=1e-2)
+    memory = {
+        "mem_get_info": (free, 0),
+        "memory_allocated": 100,
+        "max_memory_allocated": 300,
+        "memory_reserved": 150,
+        "get_device_properties": mock.Mock(uuid="the only one"),
+    }
+    found = []
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(staying, "_is_open", return_value=True))
+        for name, value in memory.items():
+            stack.enter_context(mock.patch.object(torch.cuda, name, return_value=value))
+        for length in (5, 5, 6, 4):
+            with counting_gathers() as counted:
+                sp.train_step(policy, sp.Batch([list(range(1, length))] * 2), optimizer, micro_batch_tokens=3)
+            found.append(counted.call_count)
+    whole = sum(param.numel() for param in policy.module.parameters()) * 4
+    return found[1:], whole  # the first step also finds out how the model can be scored
+
+
+def test_where_earlier_steps_left_room(tmp_path):
+    folder = str(make_checkpoint(tmp_path, "qwen3"))
+    given_up = NUM_MICRO_BATCHES * (2 * NUM_UNITS - 1)
+    (found, whole), _ = run_ranks(2, gathers_by_memory, folder, 0)
+    assert found == [given_up] * 3
+    # Two ranks share the device: each needs what steps have used beside what it holds, and the whole model.
+    found, _ = zip(*run_ranks(2, gathers_by_memory, folder, 2 * (whole + 150)), strict=True)
+    assert found == ([NUM_UNITS, given_up, NUM_UNITS],) * 2
+    found, _ = zip(*run_ranks(2, gathers_by_memory, folder, 2 * (whole + 150) - 1), strict=True)
+    assert found == ([given_up] * 3,) * 2

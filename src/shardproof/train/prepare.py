@@ -33,6 +33,7 @@ from shardproof.train.recompute import Recompute, StepPlan
 from shardproof.train.routing import replayed_routers
 from shardproof.train.scoring import scoring_of
 from shardproof.train.state import training_state
+from shardproof.train.staying import Staying
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,7 @@ def prepare(
     Collective: every rank.
     """
     state, share = training_state(policy), policy.sequence_parallel
+    staying = state.staying = state.staying or Staying(policy)
     with together("train_step") as message:
         policy.check_resident("train_step")
         settings.check()
@@ -89,6 +91,7 @@ def prepare(
         if state.checked_optimizer is not optimizer:
             _check_optimizer(policy, optimizer)
         message.mine = {**batch_facts(batch, settings.micro_batch_tokens, share), **_weight_facts(batch)}
+        message.mine["memory"] = staying.facts(batch, settings.micro_batch_tokens)
     state.checked_optimizer = optimizer
     check_same_in_group(message.rows, share)
     batch = _weighed(batch, message.rows, share)
@@ -101,6 +104,7 @@ def prepare(
     recompute = _plan_recompute(policy, parts, optimizer, scoring, every_token=bool(settings.router_coef))
     num_tokens = sum(row["counted"] for row in message.rows) // share
     stays = recompute is not None and recompute.stays_gathered
+    stays = staying.decide([row["memory"] for row in message.rows]) or stays
     stays = stays or policy.settings.reshard_after_forward is False
     return Work(
         parts,

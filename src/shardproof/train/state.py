@@ -11,6 +11,7 @@ from shardproof.model.routing import Routers
 from shardproof.shard.sharded_model import ShardedModel
 from shardproof.train.forward import Scoring
 from shardproof.train.recompute import Recompute
+from shardproof.train.staying import Staying
 
 
 @dataclass
@@ -19,6 +20,7 @@ class TrainingState:
 
     scoring: Scoring | None = None  # how it is scored; found out on first use
     recompute: Recompute | None = None  # decides what is recomputed under checkpoint_activations="auto"
+    staying: Staying | None = None  # decides where nothing else does whether parameters stay gathered
     checked_optimizer: torch.optim.Optimizer | None = (
         None  # the last one found to hold all trainable parameters
     )
