@@ -37,7 +37,7 @@ SMALL_USES = {
     "model/replace.py": {"_buffers", "_parameters"},
     "rl/sizing/activations.py": {"_cdata"},
     "rl/sizing/live.py": {"_cdata"},
-    "rollout/static.py": {"_attn_implementation", "_supports_sdpa"},
+    "rollout/paged/model_step.py": {"_supports_attention_backend"},
     "shard/attest.py": {"_buffers"},
     "shard/offload.py": {"_cdata"},
     "train/guard.py": {"_foreach_mul_", "_foreach_norm"},

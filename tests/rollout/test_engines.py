@@ -16,7 +16,7 @@ from shardproof.config.load import load_recipe
 from shardproof.rl.preflight import Start, check_vllm
 from shardproof.rollout.engine import Request, Sampling, answers, generate
 from shardproof.rollout.local import EmbeddedEngine, ShardedEngine
-from shardproof.rollout.static import FixedDecoder
+from shardproof.rollout.paged.decoder import PagedDecoder
 from shardproof.rollout.trajectory import Trajectory
 from shardproof.rollout.vllm_server import Served, VllmSettings, arguments
 from shardproof.rollout.vllm_versions import interface_of
@@ -113,9 +113,9 @@ def sleep_and_wake(folder: str) -> dict[str, Any]:
     engine = ready("embedded", folder, 8)
     policy_stream = sp.WeightStream(sp.load(folder), torch.float32)
     before = generate(engine, ask(3), SAMPLING)
-    engine._fixed = FixedDecoder(engine.model, engine.device)  # as on CUDA
+    engine.decoder = PagedDecoder(engine.model, engine.device)  # as on CUDA
     generate(engine, ask(3), SAMPLING)
-    held = [ref(tensor) for loop in engine._fixed._loops.values() for tensor in tensors_of(loop)]
+    held = [ref(tensor) for tensor in tensors_of(engine.decoder)]
     storages = [param.untyped_storage() for param in engine.model.parameters()]
     found: dict[str, Any] = {"held": [bool(held), all(storage.nbytes() for storage in storages)]}
     engine.submit(ask(1), SAMPLING)
@@ -130,14 +130,15 @@ def sleep_and_wake(folder: str) -> dict[str, Any]:
     found["unwritten"] = all(param.isnan().all() for param in engine.model.parameters())
     found["awake"] = refusal(generate, engine, ask(1), SAMPLING)
     engine.load_weights(policy_stream)
-    fixed = generate(engine, ask(3), SAMPLING)
-    engine._fixed = None
+    paged = generate(engine, ask(3), SAMPLING)
+    engine.decoder = None
     found["same"] = generate(engine, ask(3), SAMPLING) == before
-    return found | {"fixed": [each.tokens for each in fixed] == [each.tokens for each in before]}
+    return found | {"paged": [each.tokens for each in paged] == [each.tokens for each in before]}
 
 
-def tensors_of(loop: Any) -> list[torch.Tensor]:
-    return [loop._model._mask, loop._progress.tokens, loop._model._cache.layers[0].keys]
+def tensors_of(decoder: PagedDecoder) -> list[torch.Tensor]:
+    memory, *_ = decoder.parts
+    return [memory.slots.tokens, memory.logits, memory.cache.keys[0]]
 
 
 def test_an_engine_that_sleeps_gives_its_memory_up_and_gets_it_back(folder):
@@ -149,7 +150,7 @@ def test_an_engine_that_sleeps_gives_its_memory_up_and_gets_it_back(folder):
         assert "call wake, then load_weights" in found["asleep"]
         assert "R501 load_weights: the engine is asleep" in found["load"]
         assert "R501 generate: the engine has no weights yet." in found["awake"]
-        assert found["same"] and found["fixed"]
+        assert found["same"] and found["paged"]
 
 
 def run_and_count(recipe: str) -> int:

@@ -10,18 +10,19 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.nn.functional import scaled_dot_product_attention, silu
+from torch.nn.functional import silu
 from transformers import AutoModelForCausalLM
 
 import shardproof.rollout
 from shardproof.model import hf_private
 from shardproof.model.experts import grouped_experts
 from shardproof.rollout import fused
-from shardproof.rollout.decode import Prefilled
-from shardproof.rollout.engine import Request
+from shardproof.rollout.engine import Request, Sampling
 from shardproof.rollout.fused import FusedStep, can_fuse
-from shardproof.rollout.proof import CAPACITY, compare_steps
-from shardproof.rollout.static import ModelStep
+from shardproof.rollout.paged.blocks import BLOCK
+from shardproof.rollout.paged.memory import Memory, Needs
+from shardproof.rollout.paged.model_step import ModelStep, attend_plain
+from shardproof.rollout.paged.proof import compare_step, find_truth
 from shardproof.rollout.trajectory import Trajectory
 from tests.models import tiny_config
 
@@ -57,30 +58,26 @@ def gate_up(x, gate, up):
     return silu(x @ gate.T) * (x @ up.T)
 
 
-def attend(sums, tables, norms, cache, positions, scale):
-    keys, values = cache
-    rows, key_heads, _, width = keys.shape
+def attend(sums, rotary, norms, cache, tables, positions, scale):
+    rows, width = len(positions), cache[0].shape[-1]
+    key_heads = cache[0].shape[1]
     states = sums.sum(0).view(rows, -1, width)
     heads = states.shape[1] - 2 * key_heads
     query, key, value = states.split([heads, key_heads, key_heads], 1)
     if norms is not None:
         query, key = add_norm(query, None, norms[0], norms[2]), add_norm(key, None, norms[1], norms[2])
-    cos, sin = (table[positions[:, 0]][:, None] for table in tables)
+    cos, sin = (table[positions[:, 0]][:, None] for table in rotary)
     query, key = (
         x * cos + torch.cat([-x[..., width // 2 :], x[..., : width // 2]], -1) * sin for x in (query, key)
     )
-    out = []
-    for row, position in enumerate(positions[:, 0].tolist()):
-        keys[row, :, position], values[row, :, position] = key[row], value[row]
-        held = [x[row : row + 1, :, : position + 1] for x in (keys, values)]
-        new = query[row : row + 1, :, None]
-        out.append(scaled_dot_product_attention(new, *held, scale=scale, enable_gqa=True).flatten())
-    return torch.stack(out)
+    return attend_plain(query, key, value, cache, tables, positions, scale)
 
 
 @pytest.fixture
 def plain_kernels(monkeypatch):
-    kernels = SimpleNamespace(project=project, add_norm=add_norm, gate_up=gate_up, attend=attend)
+    kernels = SimpleNamespace(project=project, add_norm=add_norm, gate_up=gate_up)
+    attention = SimpleNamespace(attend=attend)
+    monkeypatch.setitem(sys.modules, "shardproof.rollout.paged.attention_kernels", attention)
     monkeypatch.setitem(sys.modules, "shardproof.rollout.kernels", kernels)
     monkeypatch.setattr(shardproof.rollout, "kernels", kernels, raising=False)
     experts = SimpleNamespace(FEW_ROWS="test_few_rows")
@@ -104,34 +101,50 @@ def plain_kernels(monkeypatch):
 def test_step_by_step_what_the_model_says(plain_kernels, family, overrides):
     model = make_model(family, **overrides)
     before = getattr(model.config, "_experts_implementation", None)
-    requests = [Request(Trajectory.of_prompt(tuple(range(3, 4 + n))), n) for n in (1, 7, 3, 12)]
+    memory = memory_for(model, 4)
+    slots, logits = memory.slots, torch.empty(2, 4, 101)
+    slots.tables.copy_(torch.arange(1, 5)[:, None])
     with torch.no_grad():
-        started = Prefilled(model, requests, CPU)
-        steps = [FusedStep(model, 4, 32), ModelStep(model, 4, 32, CPU)]
-        ids, positions = started.logits.argmax(-1, keepdim=True), started.last_positions + 1
-        for step in steps:
-            step.fill(started)
-        for _ in range(5):
-            found, expected = (step(ids, positions) for step in steps)
-            torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
-            ids, positions = expected.argmax(-1, keepdim=True), positions + 1
+        plain = ModelStep(model, memory.cache, attend_plain)
+        fused = FusedStep(model, memory.cache, slots.tables.shape[1])
+        slots.ids.copy_(torch.tensor([[5], [9], [5], [20]]))
+        for _ in range(6):
+            plain(slots, logits[0])
+            fused(slots, logits[1])
+            torch.testing.assert_close(logits[1], logits[0], atol=1e-4, rtol=1e-4)
+            slots.ids.copy_(logits[0].argmax(-1, keepdim=True))
+            slots.positions.add_(1)
     assert getattr(model.config, "_experts_implementation", None) == before
 
 
-def seen_from(first):
+def memory_for(model, rows):
+    memory = Memory(model, CPU, rows)
+    request = Request(Trajectory.of_prompt((5, 6)), 0)
+    memory.begin(Needs.of([request] * rows, Sampling(256), rows))
+    return memory
+
+
+def without(first):
     """`attend` that does not see what stands before position `first(position)`."""
 
-    def changed(sums, tables, norms, cache, positions, scale):
+    def changed(sums, rotary, norms, cache, tables, positions, scale):
         kept = [states.clone() for states in cache]
         for row, position in enumerate(positions[:, 0].tolist()):
-            start = first(position)
             for states in cache:
-                # Moved out of sight: the rest of the row stands where its own positions are.
-                states[row, :, :start] = states[row, :, start : start + 1]
-        out = attend(sums, tables, norms, cache, positions, scale)
+                # Another token stands where those were.
+                start = first(position)
+                other = states[tables[row, start // BLOCK], :, start % BLOCK].clone()
+                for at in range(start):
+                    states[tables[row, at // BLOCK], :, at % BLOCK] = other
+        out = attend(sums, rotary, norms, cache, tables, positions, scale)
         for states, before in zip(cache, kept, strict=True):
-            for row, position in enumerate(positions[:, 0].tolist()):
-                states[row, :, :position] = before[row, :, :position]
+            new = [
+                states[tables[row, at // BLOCK], :, at % BLOCK].clone()
+                for row, at in enumerate(positions[:, 0].tolist())
+            ]
+            states.copy_(before)
+            for row, at in enumerate(positions[:, 0].tolist()):
+                states[tables[row, at // BLOCK], :, at % BLOCK] = new[row]
         return out
 
     return changed
@@ -142,22 +155,25 @@ def seen_from(first):
     ("family", "fault"),
     [
         ("qwen3_tied", None),
-        ("qwen2", None),
-        ("qwen3_moe", None),
         ("mixtral", None),
-        ("qwen3_tied", lambda position: max(0, position - 64)),
         ("qwen3_moe", lambda position: max(0, position - 64)),
         ("llama", lambda position: position // 128 * 64),
     ],
 )
 def test_what_is_compared_before_it_is_used(plain_kernels, monkeypatch, family, fault, rows):
-    model = make_model(family, initializer_range=0.1)
+    model = make_model(family, initializer_range=0.1, max_position_embeddings=512)
     if fault is not None:
-        monkeypatch.setattr(sys.modules["shardproof.rollout.kernels"], "attend", seen_from(fault))
-    steps = [FusedStep(model, rows, CAPACITY), ModelStep(model, rows, CAPACITY, CPU)]
+        kernels = sys.modules["shardproof.rollout.paged.attention_kernels"]
+        monkeypatch.setattr(kernels, "attend", without(fault))
+    memory = memory_for(model, rows)
+    before = memory.pool.num_free, memory.slots.state.clone()
     with torch.no_grad():
-        problem = compare_steps(model, CPU, rows, *steps, has_experts="moe" in family or family == "mixtral")
+        step = FusedStep(model, memory.cache, memory.slots.tables.shape[1])
+        truth = find_truth(model, CPU)
+        has_experts = "moe" in family or family == "mixtral"
+        problem = compare_step(lambda: step(memory.slots, memory.logits), rows, memory, truth, has_experts)
     assert (problem is None) == (fault is None)
+    assert memory.pool.num_free == before[0] and torch.equal(memory.slots.state, before[1])
 
 
 def test_experts_that_fail_leave_the_model_as_it_was(plain_kernels):
@@ -167,8 +183,9 @@ def test_experts_that_fail_leave_the_model_as_it_was(plain_kernels):
     hf_private.register_experts("test_few_rows", fail)
     model = make_model("qwen3_moe")
     before = model.config._experts_implementation
+    memory = memory_for(model, 1)
     with torch.no_grad(), pytest.raises(RuntimeError, match="no such instruction"):
-        FusedStep(model, 1, 32)(torch.ones(1, 1, dtype=torch.int64), torch.zeros(1, 1, dtype=torch.int64))
+        FusedStep(model, memory.cache, 4)(memory.slots, memory.logits)
     assert model.config._experts_implementation == before
 
 
@@ -185,6 +202,8 @@ def test_experts_that_fail_leave_the_model_as_it_was(plain_kernels):
         ("olmo2", {}, False),
         ("cohere", {}, False),
         ("gemma3_text", {}, False),
+        ("mistral", {}, False),  # it has a sliding window
+        ("mistral", {"sliding_window": None}, True),
         ("qwen3_moe", {"moe_intermediate_size": 128}, True),
         ("qwen3_moe", {"moe_intermediate_size": 96}, False),
         ("mixtral", {}, True),

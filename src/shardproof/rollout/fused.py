@@ -11,15 +11,15 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 from shardproof.model import hf_private
 from shardproof.model.compiling import can_compile
 from shardproof.model.families import MOVING_ROPE
-from shardproof.rollout.decode import Prefilled
-from shardproof.rollout.kept import States, stack_rows
-from shardproof.rollout.progress import Progress
+from shardproof.rollout.paged.blocks import BLOCK
+from shardproof.rollout.paged.cache import PagedCache
+from shardproof.rollout.paged.model_step import windows_of
+from shardproof.rollout.paged.slots import Slots
 
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 _HEAD_NORMS = {"q_norm", "k_norm"}
@@ -40,6 +40,8 @@ def can_fuse(model: PreTrainedModel, device: torch.device) -> bool:
     )
     if rope in MOVING_ROPE or base is model or type(head) is not nn.Linear or head.bias is not None:
         return False
+    if any(windows_of(model.config) or [0]):
+        return False
     if not {"embed_tokens", "layers", "norm", "rotary_emb"} <= set(dict(base.named_children())):
         return False
     rotated = 2 * len(getattr(base.rotary_emb, "inv_freq", ()))
@@ -58,6 +60,7 @@ def _is_plain_block(block: Any) -> bool:
     norms += [getattr(attention, name) for name in names & _HEAD_NORMS]
     return (
         all(_is_tiled(getattr(attention, name)) for name in _ATTENTION)
+        and not list(attention.parameters(recurse=False))  # such as sinks
         and attention.o_proj.bias is None
         and len({each.bias is None for each in (attention.q_proj, attention.k_proj, attention.v_proj)}) == 1
         and all(hasattr(norm, "variance_epsilon") for norm in norms)
@@ -87,56 +90,35 @@ def _has_plain_experts(mlp: nn.Module) -> bool:
 
 
 class FusedStep:
-    """One new token per row, in memory that does not move; keys and values are stored at their token's position."""
+    """One new token per row, over a paged cache whose tables have `most_blocks` blocks per row."""
 
-    def __init__(self, model: PreTrainedModel, rows: int, capacity: int):
+    def __init__(self, model: PreTrainedModel, cache: PagedCache, most_blocks: int):
         self._base = cast(Any, model.base_model)
         self._head: nn.Module = model.get_output_embeddings()
-        layers: Any = self._base.layers
         self._experts = hf_private.expert_modules(self._base)
-        self._routes = [bool(hf_private.expert_modules(block.mlp)) for block in layers]
-        attention = layers[0].self_attn
-        width, hidden = attention.head_dim, attention.q_proj.in_features
-        key_heads = attention.k_proj.out_features // width
+        self._routes = [bool(hf_private.expert_modules(block.mlp)) for block in self._base.layers]
+        self._cache = list(zip(cache.keys, cache.values, strict=True))
         like: torch.Tensor = self._head.get_parameter("weight")
-
-        def empty(*shape: int) -> torch.Tensor:
-            return torch.empty(shape, dtype=like.dtype, device=like.device)
-
-        self._cache = [
-            (empty(rows, key_heads, capacity, width), empty(rows, key_heads, capacity, width)) for _ in layers
-        ]
-        positions = torch.arange(capacity, device=like.device)[None]
-        cos, sin = self._base.rotary_emb(empty(1, capacity, hidden), positions)
+        positions = torch.arange(most_blocks * BLOCK, device=like.device)[None]
+        cos, sin = self._base.rotary_emb(like.new_empty(1, 1, 1), positions)
         self._tables = (cos[0].contiguous(), sin[0].contiguous())
 
-    def fill(self, started: Prefilled) -> None:
-        """Copy the prompts' keys and values into the cache, each row's first token to position 0."""
-        skipped = (~started.mask).sum(1, keepdim=True)
-        source = torch.arange(started.length, device=skipped.device) + skipped
-        source = source.clamp(max=started.length - 1)[:, None, :, None]
-        for cache, grown in zip(self._cache, started.layers(), strict=True):
-            for fixed, states in zip(cache, grown, strict=True):
-                index = source.expand(-1, states.shape[1], -1, states.shape[3])
-                fixed[:, :, : started.length].copy_(states.gather(2, index))
-
-    def states(self, row: int, num_tokens: int) -> States:
-        """Copies of the keys and values of a row's first tokens."""
-        return stack_rows(self._cache, row, slice(num_tokens))
-
-    def __call__(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Logits [rows, vocabulary] after tokens [rows, 1] at their positions."""
+    def __call__(self, slots: Slots, out: torch.Tensor) -> None:
+        """Read each slot's token; logits [rows, vocabulary] go to `out`, keys and values into the slots' blocks."""
         from shardproof.rollout.expert_kernels import (
             FEW_ROWS,
         )  # Triton is there where this runs, not everywhere
 
         with hf_private.experts_through(self._experts, FEW_ROWS):
-            return self._advance(ids, positions)
+            torch.mm(self._advance(slots), self._head.get_parameter("weight").T, out=out)
 
-    def _advance(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def _advance(self, slots: Slots) -> torch.Tensor:
+        """The last hidden states, [rows, hidden]."""
         from shardproof.rollout import kernels  # as above
+        from shardproof.rollout.paged.attention_kernels import attend
 
-        states, sums = self._base.embed_tokens(ids[:, 0]), None
+        tables, positions = slots.tables, slots.positions
+        states, sums = self._base.embed_tokens(slots.ids[:, 0]), None
         for block, routes, cache in zip(self._base.layers, self._routes, self._cache, strict=True):
             attention, mlp = block.self_attn, block.mlp
             normed = kernels.add_norm(states, sums, *_norm(block.input_layernorm))
@@ -146,7 +128,7 @@ class FusedStep:
             norms = (
                 (attention.q_norm.weight, *_norm(attention.k_norm)) if hasattr(attention, "q_norm") else None
             )
-            attended = kernels.attend(sums, self._tables, norms, cache, positions, attention.scaling)
+            attended = attend(sums, self._tables, norms, cache, tables, positions, attention.scaling)
             sums = kernels.project(attended, [attention.o_proj.weight])
             normed = kernels.add_norm(states, sums, *_norm(block.post_attention_layernorm))
             if routes:
@@ -154,15 +136,7 @@ class FusedStep:
                 continue
             gated = kernels.gate_up(normed, mlp.gate_proj.weight, mlp.up_proj.weight)
             sums = kernels.project(gated, [mlp.down_proj.weight])
-        normed = kernels.add_norm(states, sums, *_norm(self._base.norm))
-        return linear(normed, self._head.get_parameter("weight"))
-
-
-def fused_record(progress: Progress, temperature: float, logits: torch.Tensor) -> None:
-    """As `progress.record`, for a temperature above 0 and all of the vocabulary."""
-    from shardproof.rollout import draw_kernels  # as above
-
-    draw_kernels.record(progress, temperature, logits)
+        return kernels.add_norm(states, sums, *_norm(self._base.norm))
 
 
 def _norm(module: Any) -> tuple[torch.Tensor, float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from copy import deepcopy
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -17,9 +18,10 @@ from shardproof.export.stream import WeightStream
 from shardproof.findings import Finding
 from shardproof.model import hf_private
 from shardproof.model.buffers import compute_buffers
+from shardproof.model.exact import make_exact
 from shardproof.model.replace import place_buffers, replace_parameters
 from shardproof.model.routing import Routers
-from shardproof.rollout.decode import decode, last_logits
+from shardproof.rollout.decode import decode, exact_logits, last_logits
 from shardproof.rollout.engine import Request, Sampling
 from shardproof.rollout.experts import ExpertShape
 from shardproof.rollout.fp8 import Float8Weights, rounding_cache
@@ -48,6 +50,7 @@ class EmbeddedEngine(BatchEngine):
     On CUDA it decodes up to `batch_size` completions at a time with a paged cache of up to `kv_cache_gib` GiB.
     With `experts`, the policy's `expert_shape`, its answers have the experts of their tokens. With `fp8` its weights, or
     its weights and its cache, hold numbers of 8-bit floating point only; `rounding` is how far that moved its log-probs.
+    With `exact` its log-probs are bit for bit those of a policy that `make_exact` has prepared too.
     """
 
     canary_gap = None
@@ -63,6 +66,7 @@ class EmbeddedEngine(BatchEngine):
         *,
         kv_cache_gib: float | None = None,
         fp8: str = "off",
+        exact: bool = False,
     ):
         super().__init__(batch_size)
         self.device = policy.device
@@ -72,6 +76,9 @@ class EmbeddedEngine(BatchEngine):
         if self._rounds_cache and self.device.type == "cuda":
             message = "rollout.fp8='weights_and_cache': the cache on CUDA has no 8-bit form yet."
             raise fail("C001", "rollout", message, fix="set rollout.fp8='weights'")
+        self._exact = exact
+        if exact:
+            make_exact(self.model)
         self._recorder = Recorder(Routers(self.model), experts) if experts is not None else None
         self._inlet = _Inlet(self.model, WeightStream(policy, policy.settings.compute_dtype))
         self.decoder = self._make_decoder(batch_size, kv_cache_gib)
@@ -84,7 +91,9 @@ class EmbeddedEngine(BatchEngine):
             return None
         reason = why_not_paged(self.model)
         if reason is not None:
-            logger.info("decoding batch by batch, without CUDA graphs: this model has no paged cache (%s)", reason)
+            logger.info(
+                "decoding batch by batch, without CUDA graphs: this model has no paged cache (%s)", reason
+            )
             return None
         self.take_all_at_once()
         return PagedDecoder(self.model, self.device, self._recorder, batch_size, kv_cache_gib)
@@ -124,9 +133,10 @@ class EmbeddedEngine(BatchEngine):
 
     def _decode(self, requests: Sequence[Request], sampling: Sampling) -> list[Trajectory]:
         kept = self.kept.at(self.version) if self.kept.max_bytes else None
+        sampling = replace(sampling, exact=self._exact)
         if self.decoder is not None:
             return self.decoder(requests, sampling, self.version, kept)
-        forward = partial(last_logits, self.model)
+        forward = partial(exact_logits if self._exact else last_logits, self.model)
         return decode(
             partial(rounding_cache, forward) if self._rounds_cache else forward,
             requests,

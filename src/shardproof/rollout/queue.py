@@ -18,7 +18,7 @@ class BatchEngine(ABC):
     asleep = False
 
     def __init__(self, batch_size: int):
-        self._batch_size = batch_size
+        self._batch_size: int | None = batch_size
         self._batches: deque[tuple[list[int], Sequence[Request], Sampling]] = deque()
         self._num_tickets = 0
 
@@ -30,6 +30,10 @@ class BatchEngine(ABC):
     @abstractmethod
     def complete(self, requests: Sequence[Request], sampling: Sampling) -> list[Trajectory]:
         """Answer this rank's requests in one batch, in their order. Collective: every rank, possibly with no request."""
+
+    def take_all_at_once(self) -> None:
+        """From now on the requests of one `submit` are one batch, for engines that bound their rows themselves."""
+        self._batch_size = None
 
     @property
     def busy(self) -> bool:
@@ -43,8 +47,9 @@ class BatchEngine(ABC):
             raise fail("R501", "generate", "the engine has no weights yet.")
         tickets = list(range(self._num_tickets, self._num_tickets + len(requests)))
         self._num_tickets += len(requests)
-        size = self._batch_size
-        for start in range(0, max(exchange(len(requests))), size):
+        most = max(exchange(len(requests)))
+        size = self._batch_size or max(most, 1)
+        for start in range(0, most, size):
             part = slice(start, start + size)
             self._batches.append((tickets[part], requests[part], sampling))
         return tickets

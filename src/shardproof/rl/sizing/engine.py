@@ -8,17 +8,22 @@ from math import ceil
 
 import torch
 
+from shardproof.config.rollout import Rollout
 from shardproof.config.schema import Recipe
 from shardproof.rl.sizing.activations import cache_bytes, prompts_bytes, token_bytes
 from shardproof.rl.sizing.model import Shape
 from shardproof.rollout.engine import Sampling
 from shardproof.rollout.kept import GIB
-from shardproof.rollout.static import fits, kept_lengths
+from shardproof.rollout.paged.blocks import blocks_for
+from shardproof.rollout.paged.cache import CacheShape
+from shardproof.rollout.paged.memory import LEAST_BLOCKS, padded_rows
+from shardproof.rollout.paged.model_step import why_not_paged
+from shardproof.rollout.paged.reading import CHUNK_TOKENS
 
 
 @dataclass(frozen=True)
 class EngineBytes:
-    """What an engine holds. `cache` stays between batches only where decoding uses fixed memory, on a GPU."""
+    """What an engine holds. `cache` stays between calls only where it is paged, on a GPU."""
 
     replica: int = 0
     cache: int = 0
@@ -54,9 +59,17 @@ def batch_rows(recipe: Recipe, ranks: int) -> list[int]:
 
 
 def engine_bytes(
-    recipe: Recipe, shape: Shape, ranks: int, prompt_lengths: Sequence[int], on_gpu: bool
+    recipe: Recipe,
+    shape: Shape,
+    ranks: int,
+    prompt_lengths: Sequence[int],
+    on_gpu: bool,
+    free: int | None = None,
 ) -> EngineBytes:
-    """What the embedded engine holds on a rank, or the sharded one, which has no replica."""
+    """What the embedded engine holds on a rank, or the sharded one, which has no replica.
+
+    `free` bytes of the GPU are left beside the models; it bounds a paged cache whose size is not set.
+    """
     model, compute = shape.skeleton.model, getattr(torch, recipe.model.compute_dtype)
     rollout, longest = recipe.rollout, max(prompt_lengths)
     sampling = Sampling(rollout.max_new_tokens, rollout.temperature, rollout.top_p)
@@ -64,23 +77,35 @@ def engine_bytes(
     talks = recipe.environment is not None
     # From the second turn on no two conversations read the same.
     prompts = rows[0] if talks else ceil(rows[0] / rollout.group_size)
-    reading = prompts_bytes(model, compute, prompts, longest)
     is_embedded = rollout.engine == "embedded"
+    turns = 0  # kept between them
     if is_embedded and talks:
         conversations = max(completion_counts(recipe, ranks))
         kept = conversations * cache_bytes(model, compute, longest + rollout.max_new_tokens)
-        reading += min(kept, int(rollout.cache_gib * GIB))
+        turns = min(kept, int(rollout.cache_gib * GIB))
     replica = replica_bytes(shape, compute) if is_embedded else 0
-    if is_embedded and on_gpu and fits(model):
-        lengths = kept_lengths(rows, prompt_lengths, rollout.max_new_tokens, talks)
-        cache = sum(count * cache_bytes(model, compute, length) for count, length in lengths)
-        # Each row's logits, as the model returns them and, without kernels that draw, in float32 four times.
-        fused = compute.itemsize == 2 and rollout.top_p == 1.0
-        drawing = sum(count * shape.vocabulary for count, _ in lengths) * (
-            compute.itemsize + (0 if fused else 16)
-        )
-        return EngineBytes(replica, cache, True, reading + drawing)
     length = longest + rollout.max_new_tokens
+    if is_embedded and on_gpu and why_not_paged(model) is None:
+        left = free - replica if free is not None else None
+        cache = _paged_bytes(CacheShape.of(model.config).block_bytes(compute), rows[0], length, rollout, left)
+        tokens = min(CHUNK_TOKENS, prompts * longest)
+        reading = prompts_bytes(model, compute, 1, tokens) - cache_bytes(model, compute, tokens)
+        # Each row's logits and, without kernels that draw, in float32 four times.
+        fused = compute.itemsize == 2 and rollout.top_p == 1.0
+        drawing = padded_rows(rows[0], rollout.batch_size) * shape.vocabulary
+        drawing *= 2 * compute.itemsize + (0 if fused else 16)
+        return EngineBytes(replica, cache, True, turns + reading + drawing)
+    reading = prompts_bytes(model, compute, prompts, longest) + turns
     cache = rows[0] * cache_bytes(model, compute, length)
     drawing = token_bytes(model, compute, rows[0], length, sampling)
     return EngineBytes(replica, cache, False, max(reading - cache, drawing - cache, 0))
+
+
+def _paged_bytes(block: int, rows: int, length: int, rollout: Rollout, left: int | None) -> int:
+    """Of a paged cache, with blocks of so many bytes."""
+    if rollout.kv_cache_gib is not None:
+        return int(rollout.kv_cache_gib * GIB)
+    found = (max(rows * blocks_for(length), LEAST_BLOCKS) + 1) * block
+    if left is None:
+        return found
+    return min(found, max(left // 2, (blocks_for(length) + 1) * block))

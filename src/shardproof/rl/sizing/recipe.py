@@ -133,8 +133,11 @@ class _Counter:
         }
         self.engine = EngineBytes()
         if _samples(recipe) and recipe.rollout.engine in ("embedded", "sharded"):
+            free = None
+            if machine.gpu_bytes:
+                free = machine.gpu_bytes - sum(each.parameters + each.optimizer for each in self.models.values())
             self.engine = engine_bytes(
-                recipe, self.shapes[POLICY], machine.num_ranks, prompt_lengths, machine.on_gpu
+                recipe, self.shapes[POLICY], machine.num_ranks, prompt_lengths, machine.on_gpu, free
             )
 
     def count(self) -> RunEstimate:

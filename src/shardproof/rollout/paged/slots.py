@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import torch
 
@@ -22,6 +22,7 @@ class Slots:
     )  # [rows, most blocks] int32: blocks of the row's tokens, in order; 0 where it has none yet
     outputs: torch.Tensor  # [rows] int64, the line that the slot writes
     steps: torch.Tensor  # [rows] int64, tokens drawn so far
+    state: torch.Tensor  # [4, rows] int64: the memory of ids, positions, outputs and steps
     tokens: torch.Tensor  # [lines, most new tokens] int64
     logprobs: torch.Tensor  # [lines, most new tokens] float32
     uniform: torch.Tensor  # [lines, most new tokens] float64, in [0, 1): what decides each draw
@@ -37,38 +38,63 @@ class Slots:
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        slots = Slots(
-            ids=zeros(rows, 1),
-            positions=zeros(rows, 1),
+        done = zeros(lines, dtype=torch.bool)
+        done[-1] = True
+        return Slots(
+            **_of_state(_blank(rows, lines, device)),
             tables=zeros(rows, most_blocks, dtype=torch.int32),
-            outputs=zeros(rows).fill_(lines - 1),
-            steps=zeros(rows),
             tokens=zeros(lines, most_new),
             logprobs=zeros(lines, most_new, dtype=torch.float32),
             uniform=zeros(lines, most_new, dtype=torch.float64),
             limits=zeros(lines),
-            done=zeros(lines, dtype=torch.bool),
+            done=done,
             stops=zeros(most_stops).fill_(-1),
         )
-        slots.done[-1] = True
-        return slots
 
     @property
     def rows(self) -> int:
         return len(self.ids)
 
-    def part(self, start: int, stop: int) -> Slots:
-        """Some of the slots, in the same memory, with all output lines."""
-        return Slots(
-            self.ids[start:stop],
-            self.positions[start:stop],
-            self.tables[start:stop],
-            self.outputs[start:stop],
-            self.steps[start:stop],
-            self.tokens,
-            self.logprobs,
-            self.uniform,
-            self.limits,
-            self.done,
-            self.stops,
+    @property
+    def most_new(self) -> int:
+        """Tokens that fit into a line of outputs."""
+        return self.tokens.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(getattr(self, each.name).nbytes for each in fields(self))
+
+    def part(self, start: int, stop: int, most_blocks: int | None = None) -> Slots:
+        """Some of the slots, in the same memory, with all output lines; of their tables the first blocks."""
+        return replace(
+            self,
+            **_of_state(self.state[:, start:stop]),
+            tables=self.tables[start:stop, :most_blocks],
         )
+
+    def scratch(self, rows: int) -> Slots:
+        """As many slots without requests, in memory of their own, with the same output lines."""
+        blank = _blank(rows, len(self.done), self.state.device)
+        tables = torch.zeros(rows, self.tables.shape[1], dtype=torch.int32, device=blank.device)
+        return replace(self, **_of_state(blank), tables=tables)
+
+    def clear(self) -> None:
+        """Take all requests out."""
+        self.state.copy_(_blank(self.rows, len(self.done), self.state.device))
+        self.tables.zero_()
+
+
+def _blank(rows: int, lines: int, device: torch.device) -> torch.Tensor:
+    state = torch.zeros(4, rows, dtype=torch.int64, device=device)
+    state[2] = lines - 1
+    return state
+
+
+def _of_state(state: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {
+        "state": state,
+        "ids": state[0][:, None],
+        "positions": state[1][:, None],
+        "outputs": state[2],
+        "steps": state[3],
+    }

@@ -1,0 +1,331 @@
+"""Answers requests with one model and a paged cache: rows enter and leave while others go on.
+
+The host looks at who has finished every few steps, and at what the device had found a look before: the device always has
+steps to run. What is drawn for a request depends on its seed and on how many tokens it has drawn, never on the others.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from shardproof.errors import ShardproofError
+from shardproof.rollout.engine import Request, Sampling
+from shardproof.rollout.kept import KeptTurns
+from shardproof.rollout.paged.lines import Fetched, Lines
+from shardproof.rollout.paged.memory import Memory, Needs
+from shardproof.rollout.paged.progress import Watch, upload
+from shardproof.rollout.paged.reading import CHUNK_TOKENS, PromptReader, Reading
+from shardproof.rollout.paged.schedule import Piece, Prompt, Row, Schedule
+from shardproof.rollout.paged.steps import Steps, Ways
+from shardproof.rollout.recording import Recorder
+from shardproof.rollout.trajectory import Trajectory
+
+logger = logging.getLogger(__name__)
+
+_STEPS_PER_LOOK = 8
+_TOKENS_BETWEEN = 4096  # of prompts, read between two looks while most slots are taken
+
+
+class PagedDecoder:
+    """Decodes with one model. The model's parameters may be written between calls, not moved.
+
+    It takes the fastest way that a comparison has shown to be right, and falls back where one fails: our own kernels in
+    graphs, the model's own forward in graphs, that forward without graphs. All draw the same tokens.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        device: torch.device,
+        recorder: Recorder | None = None,
+        most_rows: int = 256,
+        kv_cache_gib: float | None = None,
+    ):
+        self.ways = Ways.on(device, model)
+        self.stats: dict[str, float] = {}  # of the last call
+        self._model = model
+        self._recorder = recorder
+        self._memory = Memory(model, device, most_rows, kv_cache_gib, recorder)
+        self._reader = PromptReader(model, recorder)
+        self._steps = Steps(model, device, self._memory, self.ways, recorder)
+
+    @torch.no_grad()
+    def __call__(
+        self, requests: Sequence[Request], sampling: Sampling, version: int, kept: KeptTurns | None = None
+    ) -> list[Trajectory]:
+        """Answer all requests. What `kept` has is not read again; it gets the rows that continue."""
+        if not requests:
+            return []
+        needs = Needs.of(requests, sampling, self._memory.most_rows)
+        found: dict[int, Trajectory] = {}
+        while True:
+            try:
+                self._memory.begin(needs)
+                self._steps.begin()
+                run = _Run(self, requests, sampling, version, kept, found)
+                run.to_the_end()
+                self.stats = run.stats
+                return [found[index] for index in range(len(requests))]
+            except (torch.OutOfMemoryError, ShardproofError):
+                raise
+            except Exception as error:  # whatever compilers, launches, captures and replays raise
+                self._steps.release()
+                if not self.ways.go_plainer(error):
+                    raise
+
+    def release(self) -> None:
+        """Free all memory and graphs. Comparisons that were passed are remembered."""
+        self._steps.release()
+        self._memory.free()
+
+    @property
+    def parts(self) -> tuple[Memory, PromptReader, Steps, Recorder | None]:
+        """What one call works with."""
+        return self._memory, self._reader, self._steps, self._recorder
+
+
+class _Run:
+    """One call: the requests that `found` has no answer for yet."""
+
+    def __init__(
+        self,
+        decoder: PagedDecoder,
+        requests: Sequence[Request],
+        sampling: Sampling,
+        version: int,
+        kept: KeptTurns | None,
+        found: dict[int, Trajectory],
+    ):
+        self._memory, self._reader, self._steps, self._recorder = decoder.parts
+        self._requests, self._sampling, self._version = requests, sampling, version
+        self._kept, self._found = kept, found
+        self._slots = self._memory.slots
+        self._lines = Lines(self._memory, self._recorder)
+        self._watch = Watch(self._slots.done)
+        reuse = partial(_reuse, self._memory, kept)
+        self._schedule = Schedule(self._prompts(), self._memory.pool, self._slots.rows, reuse)
+        self._fetched: deque[Fetched] = deque()
+        self._tables = np.zeros(tuple(self._slots.tables.shape), np.int32)  # as on the device
+        self._placed: list[tuple[Row, int] | None] = [None] * self._slots.rows  # rows in slots, their blocks
+        self._watch.note()
+        stops = list(sampling.stop_ids) + [-1] * (len(self._slots.stops) - len(sampling.stop_ids))
+        self._slots.stops.copy_(torch.tensor(stops))
+        self.stats: dict[str, float] = {"looks": 0, "steps": 0, "rows": 0, "slots": 0, "tokens_read": 0}
+
+    def _prompts(self) -> list[Prompt]:
+        """One for all requests that read the same, in the order of their first."""
+        found: dict[tuple[int, ...], Prompt] = {}
+        for index, request in enumerate(self._requests):
+            if index not in self._found:
+                prompt = found.setdefault(request.tokens, Prompt(request.tokens, deque()))
+                prompt.rows.append(Row(index, len(request.tokens), request.limit(self._sampling)))
+        return list(found.values())
+
+    def to_the_end(self) -> None:
+        """Answer everything."""
+        schedule = self._schedule
+        while not schedule.is_over:
+            self._take_out_finished()
+            self._read_and_enter()
+            self._put_back(schedule.provide(_STEPS_PER_LOOK))
+            self._place()
+            self._watch.note()
+            if schedule.rows:
+                self._advance()
+            while self._fetched and self._fetched[0].is_there:
+                self._settle(self._fetched.popleft())
+        while self._fetched:
+            self._settle(self._fetched.popleft())
+        self.stats["put_back"] = schedule.num_put_back
+
+    def _advance(self) -> None:
+        rows = self._schedule.rows
+        left = max(row.left for row in rows)
+        count = min(_STEPS_PER_LOOK, left)
+        if count <= 0:
+            return
+        most_blocks = max(len(row.blocks) for row in rows) + 1
+        size = self._steps.advance(len(rows), count, self._sampling, left, most_blocks)
+        for row in rows:
+            row.launched = min(row.launched + count, row.limit)
+        self.stats["looks"] += 1
+        self.stats["steps"] += count
+        self.stats["rows"] += count * len(rows)
+        self.stats["slots"] += count * size
+
+    def _take_out_finished(self) -> None:
+        """Rows that had finished at the last look, and those that reach their limit with what was launched since."""
+        done = self._watch.noted()
+        over = [row for row in self._schedule.rows if row.left <= 0 or done[row.line]]
+        if not over:
+            return
+        self._schedule.leave(over)
+        self._fetched.append(self._lines.fetch(over))
+        for row in over:
+            if not self._keeps(row):
+                self._schedule.give_back(row)
+
+    def _keeps(self, row: Row) -> bool:
+        return self._kept is not None and self._requests[row.index].continues
+
+    def _settle(self, fetched: Fetched) -> None:
+        """Make the answers of rows that are on the host, and keep what goes on."""
+        for row, tokens, logprobs, experts in fetched.results():
+            self._finish(row, tokens, logprobs, experts)
+
+    def _finish(self, row: Row, tokens: list[int], logprobs: list[float], experts: np.ndarray | None) -> None:
+        request, stops = self._requests[row.index], self._sampling.stop_ids
+        end = next((at + 1 for at, token in enumerate(tokens) if token in stops), len(tokens))
+        trajectory = request.answered(tokens[:end], logprobs[:end], tokens[end - 1] in stops, self._version)
+        num_read = len(trajectory.tokens) - 1  # nothing has read the last token
+        chosen = None
+        if experts is not None:
+            chosen = np.concatenate([row.experts, experts])[:num_read]
+            assert self._recorder is not None
+            (trajectory,) = self._recorder.with_records([trajectory], [chosen])
+        self._found[row.index] = trajectory
+        if self._keeps(row):
+            assert self._kept is not None
+            states = self._memory.cache.states(row.blocks, num_read)
+            self._kept.keep(trajectory.tokens[:-1], len(request.tokens), states, chosen)
+            self._schedule.give_back(row)
+
+    def _read_and_enter(self) -> None:
+        """Read prompts for free slots, and let their rows enter: all at once while many slots are free."""
+        schedule = self._schedule
+        while schedule.num_free:
+            # Alone a short prompt costs as much as many: wait for a few more slots, unless they are the last.
+            few = schedule.num_free < self._slots.rows // 16
+            if few and schedule.num_unfinished > len(schedule.rows):
+                self._enter()
+                return
+            aim = min(self._slots.rows, schedule.num_unfinished)
+            many = 4 * len(schedule.rows) < 3 * aim
+            before = len(schedule.rows)
+            pieces = schedule.next_pieces(CHUNK_TOKENS if many else _TOKENS_BETWEEN)
+            if pieces:
+                self._read(pieces)
+            self._enter()
+            if not many or (not pieces and len(schedule.rows) == before):
+                return
+
+    def _read(self, pieces: list[Piece]) -> None:
+        readings = [
+            Reading(piece.prompt.tokens[piece.start : piece.stop], piece.start, piece.prompt.blocks)
+            for piece in pieces
+        ]
+        found = self._reader.read(readings, self._memory.cache)
+        for number, piece in enumerate(pieces):
+            prompt = piece.prompt
+            if found.experts is not None:
+                assert self._recorder is not None
+                read = self._recorder.on_host(found.experts[number])
+                prompt.experts = read if prompt.experts is None else np.concatenate([prompt.experts, read])
+            if piece.stop == len(prompt.tokens):
+                prompt.logits = found.logits[number]
+            self.stats["tokens_read"] += piece.stop - piece.start
+
+    def _enter(self) -> None:
+        """Give slots to rows whose prompts were read, and draw their first tokens."""
+        entered, copies = self._schedule.enter()
+        if not entered:
+            return
+        self._memory.cache.copy_blocks([one for one, _ in copies], [other for _, other in copies])
+        rows = [row for row, _ in entered]
+        self._lines.begin(rows, [self._requests[row.index].seed for row in rows])
+        for row, prompt in entered:
+            if prompt.experts is not None:
+                # What it had drawn before it was put back keeps the experts that drew it.
+                known = 0 if row.experts is None else len(row.experts)
+                row.experts = (
+                    prompt.experts if not known else np.concatenate([row.experts, prompt.experts[known:]])
+                )
+        self._place(dict.fromkeys(rows))
+        first, last = rows[0].slot, rows[-1].slot + 1
+        self._steps.draw(self._slots.part(first, last), self._sampling, _stacked([p for _, p in entered]))
+
+    def _put_back(self, rows: list[Row]) -> None:
+        """Bring what rows have drawn to the host, and let them wait to be read again. Waits for the device."""
+        if not rows:
+            return
+        done = self._slots.done.tolist()  # now, not at the last look
+        over = [done[row.line] for row in rows]
+        results = self._lines.fetch(rows).results()
+        for is_over, (row, tokens, logprobs, experts) in zip(over, results, strict=True):
+            if is_over or row.left <= 0:
+                # Its blocks are given up: what it was to keep is read again in its next turn.
+                self._finish_without_keeping(row, tokens, logprobs, experts)
+                continue
+            if experts is not None:
+                row.experts = np.concatenate([row.experts, experts])
+            row.drawn, row.logprobs = tokens, logprobs
+            self._schedule.put_back(row, (*self._requests[row.index].tokens, *tokens))
+
+    def _finish_without_keeping(self, row: Row, *found: Any) -> None:
+        kept, self._kept = self._kept, None
+        try:
+            self._finish(row, *found)
+        finally:
+            self._kept = kept
+
+    def _place(self, fresh: dict[Row, None] | None = None) -> None:
+        """Make slots and tables on the device those of the schedule. `fresh` rows have just entered."""
+        rows, slots = self._schedule.rows, self._slots
+        dummy = len(slots.done) - 1
+        state = np.zeros((5, slots.rows), np.int64)
+        state[0], state[3] = -1, dummy
+        moved = changed = False
+        was = {each[0]: slot for slot, each in enumerate(self._placed) if each is not None}
+        for slot in range(slots.rows):
+            row = rows[slot] if slot < len(rows) else None
+            before = self._placed[slot]
+            now = (row, len(row.blocks)) if row is not None else None
+            moved |= (before and before[0]) is not row
+            if row is not None:
+                if fresh is not None and row in fresh:
+                    begun = len(row.drawn)
+                    state[2:, slot] = row.num_prompt + begun - 1, row.line, begun
+                else:
+                    state[0, slot] = was[row]
+            if before != now:
+                changed = True
+                self._tables[slot] = 0
+                if row is not None:
+                    self._tables[slot, : len(row.blocks)] = row.blocks
+                self._placed[slot] = now
+        if moved or fresh:
+            given = upload(state, slots.state.device)
+            kept = slots.state.index_select(1, given[0].clamp(min=0))
+            slots.state.copy_(torch.where(given[0] >= 0, kept, given[1:]))
+        if changed:
+            slots.tables.copy_(upload(self._tables, slots.tables.device), non_blocking=True)
+
+
+def _reuse(memory: Memory, kept: KeptTurns | None, prompt: Prompt) -> int:
+    """Put what is kept of a prompt into its blocks; returns where reading starts."""
+    known = kept.take(tuple(prompt.tokens)) if kept is not None else None
+    if known is None:
+        return 0
+    keys, values = (each[:, :, : known.length] for each in known.prefix.states)
+    memory.cache.put(prompt.blocks, 0, (keys, values))
+    prompt.experts = known.experts
+    return known.length
+
+
+def _stacked(prompts: list[Prompt]) -> torch.Tensor:
+    """The logits after each prompt, [rows, vocabulary]."""
+    different = list(dict.fromkeys(prompts))
+    place = {prompt: number for number, prompt in enumerate(different)}
+    logits = torch.stack([prompt.logits for prompt in different])
+    if len(different) == len(prompts):
+        return logits
+    chosen = upload(np.array([place[prompt] for prompt in prompts]), logits.device)
+    return logits.index_select(0, chosen)

@@ -1,0 +1,78 @@
+"""Drawing each row's next token and noting it, in plain torch; and looking at who has finished."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from shardproof.rollout.decode import choose
+from shardproof.rollout.engine import Sampling
+from shardproof.rollout.paged.slots import Slots
+
+_SPLIT_MIX = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+
+
+def record(slots: Slots, sampling: Sampling, logits: torch.Tensor) -> None:
+    """Draw a token for each slot whose request is not done, note it, and set up the next step. Never waits for the
+    device."""
+    line, going = slots.outputs, ~slots.done[slots.outputs]
+    at = slots.steps.clamp(max=slots.most_new - 1)
+    tokens, logprobs = choose(logits, slots.uniform[line, at], sampling)
+    slots.tokens[line, at] = torch.where(going, tokens, slots.tokens[line, at])
+    slots.logprobs[line, at] = torch.where(going, logprobs, slots.logprobs[line, at])
+    slots.ids.copy_(torch.where(going, tokens, slots.ids[:, 0])[:, None])
+    slots.positions.add_(going[:, None])
+    slots.steps.add_(going)
+    ends = torch.isin(tokens, slots.stops) | (slots.steps >= slots.limits[line])
+    slots.done[line] = ends | ~going
+
+
+def uniform_lines(seeds: Sequence[int], num: int, device: torch.device) -> torch.Tensor:
+    """[seeds, num] numbers in [0, 1): `decode.uniform_numbers` of steps 0 to `num`, computed on the device."""
+    golden, first, second = (
+        number - 2**64 for number in _SPLIT_MIX
+    )  # integers are signed here and wrap around
+    state = upload(np.array(seeds, np.uint64).view(np.int64), device)[:, None]
+    state = state + torch.arange(1, num + 1, device=device) * golden
+    state = (state ^ _shifted(state, 30)) * first
+    state = (state ^ _shifted(state, 27)) * second
+    state = state ^ _shifted(state, 31)
+    return _shifted(state, 11).double() * 2.0**-53
+
+
+def _shifted(numbers: torch.Tensor, by: int) -> torch.Tensor:
+    """Shifted to the right, as if they had no sign."""
+    return (numbers >> by) & ((1 << (64 - by)) - 1)
+
+
+def upload(numbers: np.ndarray, device: torch.device) -> torch.Tensor:
+    """On the device, without waiting for what it does."""
+    found = torch.from_numpy(numbers)
+    return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found.to(device)
+
+
+class Watch:
+    """Which requests are done. On CUDA the answer is that of the call before, so that nothing waits for the steps that
+    were launched since: a device that runs out of launched steps would idle."""
+
+    def __init__(self, done: torch.Tensor):
+        self._done = done
+        self._flags: torch.Tensor | None = None
+        if done.is_cuda:
+            self._flags = torch.zeros(done.shape, dtype=torch.bool, pin_memory=True)
+            self._noted = torch.cuda.Event()
+
+    def note(self) -> None:
+        """Remember who is done once everything that was launched is done."""
+        if self._flags is not None:
+            self._flags.copy_(self._done, non_blocking=True)
+            self._noted.record()
+
+    def noted(self) -> list[bool]:
+        """Who was done at the last `note`; on the CPU, who is."""
+        if self._flags is None:
+            return self._done.tolist()
+        self._noted.synchronize()
+        return self._flags.tolist()

@@ -1,0 +1,249 @@
+"""The decoding step of each size: captured when it is first needed, and compared with the model before it is used."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from transformers import PreTrainedModel
+
+from shardproof.model import hf_private
+from shardproof.model.compiling import can_compile
+from shardproof.rollout.engine import Sampling
+from shardproof.rollout.fused import FusedStep, can_fuse
+from shardproof.rollout.paged import graphs, progress
+from shardproof.rollout.paged.memory import Memory, padded_rows
+from shardproof.rollout.paged.model_step import ModelStep, attend_plain
+from shardproof.rollout.paged.proof import Truth, compare_draws, compare_step, find_truth
+from shardproof.rollout.paged.slots import Slots
+from shardproof.rollout.recording import Recorder
+
+logger = logging.getLogger(__name__)
+
+_WORTH_CAPTURING = 16  # tokens that some row may still draw
+_COMPARED_DRAWS = 32  # rows
+
+
+class Step(Protocol):
+    """A model that reads one token per slot and writes logits [rows, vocabulary]."""
+
+    def __call__(self, slots: Slots, out: torch.Tensor) -> None: ...
+
+
+@dataclass
+class Ways:
+    """What decoding may use. Whatever fails, or computes something else than the model, is given up for good."""
+
+    fused: bool  # a step of our own kernels
+    attention: bool  # our attention kernel, in the model's own forward
+    draws: bool  # kernels that draw
+    graphs: bool
+
+    @staticmethod
+    def on(device: torch.device, model: PreTrainedModel) -> Ways:
+        compiles = can_compile(device, model.dtype)
+        return Ways(can_fuse(model, device), compiles, compiles, compiles and graphs.can_capture(device))
+
+    def go_plainer(self, error: Exception) -> bool:
+        """Give up the fastest way that is left; False if there is no other."""
+        said = f"{type(error).__name__}: {error}"
+        if self.fused or self.draws:
+            self.fused = self.draws = False
+            logger.warning("decoding without fused kernels, which failed (%s)", said)
+        elif self.graphs or self.attention:
+            self.graphs = self.attention = False
+            logger.warning("decoding without CUDA graphs, which failed (%s)", said)
+        else:
+            return False
+        return True
+
+
+class Steps:
+    """Steps over a memory, by size and sampling."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        device: torch.device,
+        memory: Memory,
+        ways: Ways,
+        recorder: Recorder | None,
+    ):
+        self.seconds = 0.0  # that capturing and comparing took
+        self._model = model
+        self._device = device
+        self._memory = memory
+        self._ways = ways
+        self._recorder = recorder
+        self._has_experts = bool(hf_private.expert_modules(model))
+        self._launches: dict[tuple[int, float, float], Callable[[], None]] = {}
+        self._version = -1  # of the memory that graphs work in
+        self._proved: set[tuple[Any, ...]] = set()  # comparisons that were passed
+        self._waits: bool | None = None  # whether the host waits in the model's own step
+        self._truth: Truth | None = None
+        self._pool: Any = None
+        self._step: Step | None = None
+
+    def begin(self) -> None:
+        """Start a call: weights may have changed, and the memory may be another."""
+        self._truth = None
+        if self._version != self._memory.version:
+            self.release()
+            self._version = self._memory.version
+
+    def release(self) -> None:
+        """Free all graphs. Comparisons that were passed are remembered."""
+        self._launches.clear()
+        self._pool = self._step = self._truth = None
+
+    def draw(self, slots: Slots, sampling: Sampling, logits: torch.Tensor) -> None:
+        """Draw a token for each of these slots, and note it."""
+        self._draw_with(sampling, logits)(slots, logits)
+
+    def advance(self, rows: int, count: int, sampling: Sampling, left: int, most_blocks: int) -> int:
+        """Run `count` steps of the first slots, of which some row may draw `left` more tokens; returns the rows of a step."""
+        size = padded_rows(rows, self._memory.slots.rows)
+        launch = self._launch_for(size, sampling, left)
+        if launch is None:
+            step = ModelStep(self._model, self._memory.cache, attend_plain)
+            slots = self._memory.slots.part(0, rows, most_blocks)
+            launch = partial(self._run, step, slots, self._memory.logits[:rows], sampling)
+        for _ in range(count):
+            launch()
+        return size
+
+    def _launch_for(self, size: int, sampling: Sampling, left: int) -> Callable[[], None] | None:
+        """The captured step of a size; None to run the model's own as it is."""
+        key = (size, sampling.temperature, sampling.top_p)
+        if key in self._launches:
+            return self._launches[key]
+        larger = [k for k in self._launches if k[0] > size and k[1:] == key[1:]]
+        few = left < _WORTH_CAPTURING or self._memory.pool.num_free < 8
+        if few and larger:
+            return self._launches[min(larger)]
+        while not few and (self._ways.attention or self._ways.fused):
+            began = time.perf_counter()
+            launch = self._make(size, sampling)
+            self.seconds += time.perf_counter() - began
+            if launch is not None:
+                self._launches[key] = launch
+                return launch
+        return None
+
+    def _make(self, size: int, sampling: Sampling) -> Callable[[], None] | None:
+        """The fastest step of a size, after its comparison; None if that failed, and its way was given up."""
+        logger.info("preparing the decoding step for %d rows ...", size)
+        slots, logits = self._memory.slots.part(0, size), self._memory.logits[:size]
+        fused = self._ways.fused
+        try:
+            step = self._fastest()
+            run = partial(self._run, step, slots, logits, sampling)
+            if self._captures(step, sampling):
+                warm = partial(
+                    self._run, step, self._memory.slots.scratch(size), torch.empty_like(logits), sampling
+                )
+                if self._pool is None:
+                    self._pool = graphs.new_pool(self._device)
+                launch = graphs.capture(warm, run, self._device, self._pool)
+            else:
+                launch = run
+            problem = self._compare(launch, size, fused)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # whatever a kernel's compiler and launcher, or a capture, raise
+            problem = f"they failed ({type(error).__name__}: {error})"
+        if problem is None:
+            return launch
+        self._launches.clear()
+        self._step = None
+        if fused:
+            self._ways.fused = False
+            logger.warning("decoding without fused kernels: %s", problem)
+        else:
+            self._ways.attention = self._ways.graphs = False
+            logger.warning("decoding without CUDA graphs and our attention kernel: %s", problem)
+        return None
+
+    def _compare(self, launch: Callable[[], None], size: int, fused: bool) -> str | None:
+        how = (size, fused, self._ways.graphs)
+        if how in self._proved:
+            return None
+        if self._truth is None:
+            self._truth = find_truth(self._model, self._device)
+        problem = compare_step(launch, size, self._memory, self._truth, self._has_experts)
+        if problem is None:
+            self._proved.add(how)
+        return problem
+
+    def _fastest(self) -> Step:
+        if self._step is None:
+            if self._ways.fused:
+                self._step = FusedStep(self._model, self._memory.cache, self._memory.slots.tables.shape[1])
+            else:
+                from shardproof.rollout.paged.attention_kernels import (
+                    attend_rotated,
+                )  # Triton may not be there
+
+                self._step = ModelStep(self._model, self._memory.cache, attend_rotated)
+        return self._step
+
+    def _captures(self, step: Step, sampling: Sampling) -> bool:
+        """Whether this step can be captured: in the model's own forward the host may wait for the device."""
+        if not self._ways.graphs or isinstance(step, FusedStep):
+            return self._ways.graphs
+        if self._waits is None:
+            slots = self._memory.slots.scratch(2)
+            logits = self._memory.logits.new_empty(2, self._memory.logits.shape[1])
+            self._waits = graphs.host_waits(partial(self._run, step, slots, logits, sampling), self._device)
+            if self._waits:
+                logger.warning(
+                    "decoding without CUDA graphs: this model synchronises with the host in each step"
+                )
+                self._ways.graphs = False
+        return not self._waits
+
+    def _run(self, step: Step, slots: Slots, logits: torch.Tensor, sampling: Sampling) -> None:
+        """One step: the last token in, the next one out."""
+        if self._recorder is None or self._memory.chosen is None:
+            step(slots, logits)
+        else:
+            recorder = self._recorder
+            recorder.watch(partial(_step_and_logits, step), slots, logits)
+            self._memory.chosen.index_put_((slots.outputs, slots.steps), recorder.last())
+        self._draw_with(sampling, logits)(slots, logits)
+
+    def _draw_with(self, sampling: Sampling, logits: torch.Tensor) -> Callable[[Slots, torch.Tensor], None]:
+        """Kernels that draw, if they were shown to be right for this temperature; else plain torch."""
+
+        def plain(slots: Slots, logits: torch.Tensor) -> None:
+            progress.record(slots, sampling, logits)
+
+        if not self._ways.draws or sampling.temperature <= 0 or sampling.top_p < 1.0:
+            return plain
+        from shardproof.rollout.paged.draw_kernels import record  # as above
+
+        how = ("draws", sampling.temperature, len(self._memory.slots.stops))
+        if how not in self._proved:
+            try:
+                some = logits[:_COMPARED_DRAWS]
+                problem = compare_draws(record, some, sampling, how[2], progress.record)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # whatever a kernel's compiler and launcher raise
+                problem = f"they failed ({type(error).__name__}: {error})"
+            if problem is not None:
+                self._ways.draws = False
+                logger.warning("decoding without kernels that draw: %s", problem)
+                return plain
+            self._proved.add(how)
+        return lambda slots, logits: record(slots, sampling.temperature, logits)
+
+
+def _step_and_logits(step: Step, slots: Slots, logits: torch.Tensor) -> torch.Tensor:
+    step(slots, logits)
+    return logits
