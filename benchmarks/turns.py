@@ -35,9 +35,10 @@ from reporting import (
 from turn_tokens import measure_tokens, report_tokens
 
 import shardproof as sp
-from shardproof.rollout import decode, graphs, kept, static
+from shardproof.rollout import decode, kept
 from shardproof.rollout.engine import Request, Sampling, forget, generate
 from shardproof.rollout.local import EmbeddedEngine
+from shardproof.rollout.paged import cache, reading, steps
 from shardproof.rollout.trajectory import Segment, Trajectory
 
 KEPT, AGAIN = "shardproof, turns kept", "shardproof, everything read again"
@@ -109,9 +110,9 @@ def parts_timed(clock: Clock) -> Iterator[None]:
     places: list[tuple[Any, str, str]] = [
         (decode.Prompts, "read", "reading"),
         (kept.KeptTurns, "keep", "keeping"),
-        (static._Loop, "states", "keeping"),
-        (static.FixedDecoder, "_make_loop", "new graphs"),
-        (graphs, "capture", "new graphs"),
+        (reading.PromptReader, "read", "reading"),
+        (cache.PagedCache, "states", "keeping"),
+        (steps.Steps, "_make", "new graphs"),
     ]
     before = [getattr(owner, name) for owner, name, _ in places]
     for owner, name, part in places:

@@ -1,6 +1,8 @@
 """Recorded experts are those that the model's routers choose for these tokens, in every way of decoding and over turns."""
 
+import sys
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,15 +12,17 @@ import torch.distributed as dist
 import shardproof as sp
 from shardproof.model.routing import Routers
 from shardproof.rl.batches import make_batch
-from shardproof.rollout import graphs
 from shardproof.rollout.decode import decode, last_logits
 from shardproof.rollout.engine import Request, Sampling, generate
 from shardproof.rollout.expert_records import sequence_experts
 from shardproof.rollout.experts import ExpertShape
 from shardproof.rollout.kept import GIB, KeptTurns
 from shardproof.rollout.local import EmbeddedEngine, ShardedEngine
+from shardproof.rollout.paged import graphs, steps
+from shardproof.rollout.paged.cache import CacheShape
+from shardproof.rollout.paged.decoder import PagedDecoder
+from shardproof.rollout.paged.model_step import attend_plain, why_not_paged
 from shardproof.rollout.recording import Recorder, expert_shape
-from shardproof.rollout.static import FixedDecoder, fits
 from shardproof.rollout.token_ledger import TokenLedger
 from shardproof.rollout.trajectory import Segment, Trajectory
 from tests.models import make_checkpoint, make_model
@@ -33,15 +37,18 @@ FAMILIES = ("qwen3_moe", "deepseek_v3")
 class Talk:
     """Conversations with one model, decoded one way."""
 
-    def __init__(self, family, kept=None, is_fixed=False):
+    def __init__(self, family, kept=None, blocks=None, num_tokens=SAMPLING.max_new_tokens):
         self.model = make_model(family)
         self.routers = Routers(self.model)
         self.routers.settle(lambda: self.model(torch.zeros(1, 2, dtype=torch.int64), use_cache=False))
         facts = self.routers.layers, self.routers.num_experts, self.routers.num_chosen
         self.shape = ExpertShape(*facts)
         self.recorder = Recorder(self.routers, self.shape)
-        self.kept = kept
-        self.fixed = FixedDecoder(self.model, CPU, self.recorder) if is_fixed else None
+        self.kept, self.num_tokens = kept, num_tokens
+        self.paged = None
+        if blocks is not None:
+            gib = (blocks + 1.5) * CacheShape.of(self.model.config).block_bytes(self.model.dtype) / GIB
+            self.paged = PagedDecoder(self.model, CPU, self.recorder, 4, gib)
 
     def turns(self, num):
         said = [
@@ -57,8 +64,9 @@ class Talk:
     def complete(self, requests):
         if self.kept is not None:
             self.kept.begin_wave()
-        if self.fixed is not None:
-            return self.fixed(requests, SAMPLING, 0, self.kept)
+        if self.paged is not None:
+            sampling = Sampling(self.num_tokens, stop_ids=SAMPLING.stop_ids)
+            return self.paged(requests, sampling, 0, self.kept)
         forward = partial(last_logits, self.model)
         options = {"config": self.model.config, "device": CPU, "version": 0, "kept": self.kept}
         return decode(forward, requests, SAMPLING, recorder=self.recorder, **options)
@@ -84,13 +92,18 @@ def assert_own(talk, said):
 WAYS = {
     "growing cache": {},
     "kept turns": {"kept": True},
-    "fixed memory": {"is_fixed": True},
-    "fixed memory, kept turns": {"is_fixed": True, "kept": True},
+    "paged cache": {"blocks": 50},
+    "paged cache, kept turns": {"blocks": 50, "kept": True},
+    "paged cache in which rows are put back": {"blocks": 3, "num_tokens": 60},
 }
 
 
-# Windows are not kept between turns, and sinks not decoded in fixed memory.
-CASES = [*((family, way) for family in FAMILIES for way in WAYS), ("gpt_oss", "growing cache")]
+# Windows are not kept between turns.
+CASES = [
+    *(("qwen3_moe", way) for way in WAYS),
+    *(("deepseek_v3", way) for way in ("growing cache", "kept turns")),
+    *(("gpt_oss", way) for way in ("growing cache", "paged cache")),
+]
 
 
 @pytest.mark.parametrize(("family", "way"), CASES)
@@ -98,10 +111,11 @@ def test_records_are_what_the_routers_choose(family, way):
     options = dict(WAYS[way])
     store = KeptTurns(GIB) if options.pop("kept", False) else None
     talk = Talk(family, store, **options)
-    assert fits(talk.model) or not options
+    assert talk.paged is None or why_not_paged(talk.model) is None
     said = talk.turns(3)
     assert_own(talk, said)
     assert store is None or len(store)
+    assert "put back" not in way or talk.paged.stats["put_back"]
 
 
 def test_a_conversation_that_finds_anothers_prefix_has_all_its_experts():
@@ -114,23 +128,22 @@ def test_a_conversation_that_finds_anothers_prefix_has_all_its_experts():
         assert np.array_equal(np.sort(found[:-1], -1), talk.own(trajectory.tokens)[:-1])
 
 
-class Graphs:
-    """CUDA graphs where there is no CUDA: a step is run when it is recorded and when it is replayed."""
+def test_records_of_steps_that_are_graphs(monkeypatch):
+    """CUDA graphs where there is no CUDA: a step is run when it is captured and when it is replayed."""
 
-    @staticmethod
-    def capture(step, device, rewind=lambda: None):
-        for _ in range(2):
-            step()
-            rewind()
-        step()
+    def capture(warm, step, device, pool):
+        warm()
         return step
 
-
-def test_records_of_steps_that_are_graphs(monkeypatch):
-    monkeypatch.setattr(graphs, "can_capture", lambda device, rows: True)
-    monkeypatch.setattr(graphs, "capture", Graphs.capture)
-    talk = Talk("qwen3_moe", is_fixed=True)
+    monkeypatch.setattr(graphs, "capture", capture)
+    monkeypatch.setattr(graphs, "host_waits", lambda step, device: False)
+    kernels = SimpleNamespace(attend_rotated=attend_plain)
+    monkeypatch.setitem(sys.modules, "shardproof.rollout.paged.attention_kernels", kernels)
+    monkeypatch.setattr(steps, "_WORTH_CAPTURING", 1)
+    talk = Talk("qwen3_moe", blocks=50)
+    talk.paged.ways.attention = talk.paged.ways.graphs = True
     assert_own(talk, talk.turns(3))
+    assert talk.paged.ways.graphs
 
 
 def test_recording_changes_no_token_and_no_log_prob():
