@@ -23,7 +23,7 @@ def _digest_kernel(
     first, tile = tl.program_id(0).to(tl.int64) * ROWS, tl.program_id(1).to(tl.int64)
     column = tl.arange(0, COLUMNS)
     total = tl.zeros((COLUMNS,), dtype=tl.uint64)
-    for index in tl.static_range(ROWS):
+    for index in range(ROWS):
         row = first + index
         at = row * COLUMNS + column
         word = tl.load(words_ptr + tile * words + at, mask=at < words, other=0).to(tl.uint64, bitcast=True)
