@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from typing import Any
 
 
@@ -28,8 +27,6 @@ def add_update_options(updates: Any) -> None:
     updates.add_argument("--no-compile", action="store_true")
     updates.add_argument("--repeats", type=int, default=3)
     updates.add_argument("--trl-batch", type=int, default=8, help="sequences of a micro-batch of SFTTrainer")
-    updates.add_argument("--long-cases", nargs="+", help="of the part `long`; all by default")
-    updates.add_argument("--long-tokens", type=int, default=None, help=argparse.SUPPRESS)
 
 
 def add_engine_options(engines: Any) -> None:

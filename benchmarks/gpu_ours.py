@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import os
 import socket
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ MODEL_STEP = "shardproof, graphs of the model as written"
 EAGER = "shardproof, without graphs"
 FP8 = "shardproof, FP8 weights"
 _EAGER_STEPS = 65  # enough for a step that takes long to launch
+_FAST_WAYS = ("fused", "attention", "draws", "graphs")
 _COUNTED_STEPS = 17  # in which visited experts are counted
 
 
@@ -131,40 +132,36 @@ def decode_moe_shardproof(options: argparse.Namespace, parts: Sequence[str], sav
 def decode_shardproof(part: str, config: Any, options: argparse.Namespace, save: Save) -> None:
     """Through fused kernels in graphs, through graphs of the model's own kernels, and launching every kernel."""
     from shardproof.rollout import engine as rollout
-    from shardproof.rollout.local import EmbeddedEngine
     from shardproof.rollout.trajectory import Trajectory
 
     join_group()
     policy = sp.load(sp.RandomInit(config), param_dtype=torch.bfloat16, device=options.device, progress=False)
-    engine = EmbeddedEngine(policy, batch_size=options.rows)
-    engine.load_weights(sp.WeightStream(policy, torch.bfloat16, digests=False))
     prompts = [Trajectory.of_prompt(tuple(tokens)) for tokens in decode_prompts(options)]
     requests = [rollout.Request(prompt, row) for row, prompt in enumerate(prompts)]
 
-    def generate(num: int) -> None:
+    def generate(engine: Any, num: int) -> None:
         completions = rollout.generate(engine, requests, rollout.Sampling(num))
         assert {completion.num_sampled for completion in completions} == {num}, completions[0]
 
-    num_bytes = _bytes_read(engine, generate, options.rows)
-    save(part, OURS, decode_row(generate, options.steps, num_bytes, options.device))
-    if options.device == "cuda":
-        with _without(engine, "kernels", "draws"):
-            save(part, MODEL_STEP, decode_row(generate, options.steps, num_bytes, options.device))
-        with _without(engine, "kernels", "draws", "graphs"):
-            steps = min(options.steps, _EAGER_STEPS)
-            save(part, EAGER, decode_row(generate, steps, num_bytes, options.device))
+    plain = _engine_without(policy, options, *_FAST_WAYS)
+    num_bytes = _bytes_read(plain, partial(generate, plain), options.rows)
+    ways = {OURS: (), MODEL_STEP: ("fused", "draws"), EAGER: _FAST_WAYS}
+    for name, without in ways.items() if options.device == "cuda" else [(OURS, ())]:
+        engine = _engine_without(policy, options, *without)
+        steps = min(options.steps, _EAGER_STEPS) if name == EAGER else options.steps
+        save(part, name, decode_row(partial(generate, engine), steps, num_bytes, options.device))
+        del engine
 
 
-@contextmanager
-def _without(engine: Any, *names: str) -> Iterator[None]:
-    """Inside the block, the engine decodes without these of its fast ways; on the CPU it has none."""
-    ways = engine.decoder.ways if engine.device.type == "cuda" else argparse.Namespace()
-    before = {name: getattr(ways, name, None) for name in names}
-    vars(ways).update(dict.fromkeys(names, False))
-    try:
-        yield
-    finally:
-        vars(ways).update(before)
+def _engine_without(policy: Any, options: argparse.Namespace, *ways: str) -> Any:
+    """An engine that decodes without some of its fast ways; on the CPU it has none."""
+    from shardproof.rollout.local import EmbeddedEngine
+
+    engine = EmbeddedEngine(policy, batch_size=options.rows)
+    engine.load_weights(sp.WeightStream(policy, torch.bfloat16, digests=False))
+    for name in ways if engine.decoder is not None else ():
+        setattr(engine.decoder.ways, name, False)
+    return engine
 
 
 def _bytes_read(engine: Any, generate: Callable[[int], None], rows: int) -> int:
@@ -176,12 +173,10 @@ def _bytes_read(engine: Any, generate: Callable[[int], None], rows: int) -> int:
     if not experts:
         return total
     of_experts = sum(each.nbytes for module in experts for each in module.parameters())
-    return total - int(of_experts * (1 - _visited_share(engine, generate, experts, rows)))
+    return total - int(of_experts * (1 - _visited_share(generate, experts, rows)))
 
 
-def _visited_share(
-    engine: Any, generate: Callable[[int], None], experts: Sequence[torch.nn.Module], rows: int
-) -> float:
+def _visited_share(generate: Callable[[int], None], experts: Sequence[torch.nn.Module], rows: int) -> float:
     """Of a layer's experts by the rows of a decoding step, on average."""
     shares: list[float] = []
 
@@ -190,8 +185,7 @@ def _visited_share(
             shares.append(len(args[1].unique()) / module.num_experts)
 
     handles = [module.register_forward_pre_hook(note) for module in experts]
-    with _without(engine, "kernels", "draws", "graphs"):
-        generate(_COUNTED_STEPS)
+    generate(_COUNTED_STEPS)
     for handle in handles:
         handle.remove()
     return sum(shares) / len(shares)

@@ -76,7 +76,10 @@ def _use_caches() -> None:
 
 
 def run_steps(
-    options: argparse.Namespace, settings: dict[str, dict[str, Any]] | None = None, tails: bool = False
+    options: argparse.Namespace,
+    settings: dict[str, dict[str, Any]] | None = None,
+    tails: bool = False,
+    config: Any = None,
 ) -> Row:
     """Mean seconds by phase of the steps after the first, the first one's own, and the most memory of all."""
     from shardproof.config.load import parse_recipe
@@ -87,7 +90,7 @@ def run_steps(
     lengths = tail_lengths(num, options.tail_mean, options.tail_longest) if tails else [options.steps] * num
     clock = _Clock()
     with tempfile.TemporaryDirectory() as folder, _limited(lengths) if tails else nullcontext():
-        recipe = make_recipe(Path(folder), options)
+        recipe = make_recipe(Path(folder), options, config)
         for section, values in (settings or {}).items():
             recipe.setdefault(section, {}).update(values)
         for override in options.set:
@@ -151,7 +154,7 @@ def make_recipe(folder: Path, options: argparse.Namespace, config: Any = None) -
     """A recipe in a folder that holds a config, a tokenizer and prompts; the weights are random."""
     config = config or dense_config(options.tiny)
     model = folder / "model"
-    config.architectures = ["Qwen3ForCausalLM"]
+    config.architectures = [f"{type(config).__name__.removesuffix('Config')}ForCausalLM"]
     config.save_pretrained(model)
     make_tokenizer(config.vocab_size).save_pretrained(model)
     data = folder / "prompts.jsonl"

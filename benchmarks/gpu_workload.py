@@ -40,7 +40,6 @@ TINY = {
     "tail_prompts": 2,
     "trl_tail_completions": 4,
     "kv_cache_gib": 0.01,
-    "long_tokens": 64,
 }
 _NUM_PROMPTS = 64
 _NUM_SFT_IDS = 1000  # ids of the sequences that updates train on
