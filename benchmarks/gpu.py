@@ -200,9 +200,11 @@ def run_contender(
             finally:
                 end_group(process)
         rows = json.loads(result.read_text()) if result.exists() else {}
-        if code == 0:
-            return rows
         lines = log.read_text(errors="replace").splitlines()
+        if code == 0:
+            if options.show_lines:
+                print("\n".join(lines[-options.show_lines :]), flush=True)
+            return rows
         raise ContenderFailed("\n".join([*lines[-_LAST_LINES:], f"exit code {code}"]), rows)
 
 
@@ -296,6 +298,7 @@ def make_parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds that a contender may take")
     parser.add_argument("--budget", type=float, default=3600.0, help="seconds that all of them may take")
+    parser.add_argument("--show-lines", type=int, default=0, help="last lines of each contender's own output")
     parser.add_argument("--tiny", action="store_true", help="a tiny model on the CPU, to try this out")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     add_update_options(parser.add_argument_group("updates"))
