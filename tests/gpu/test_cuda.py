@@ -393,11 +393,11 @@ def decode_both_ways(folder: str, options: dict[str, Any]) -> list[tuple[bool, l
     found = []
     for _ in range(2):
         engine.load_weights(sp.WeightStream(policy, policy.settings.compute_dtype))
-        fixed, through_graphs = engine._fixed, generate(engine, requests, sampling)
-        engine._fixed = None
+        decoder, through_graphs = engine.decoder, generate(engine, requests, sampling)
+        engine.decoder = None
         without = generate(engine, requests, sampling)
-        engine._fixed = fixed
-        found.append((fixed is not None, through_graphs, without))
+        engine.decoder = decoder
+        found.append((decoder is not None, through_graphs, without))
         # Asleep it has neither its weights nor its graphs and caches.
         held, weights = torch.cuda.memory_allocated(), sum(p.nbytes for p in engine.model.parameters())
         engine.sleep()

@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
-from shardproof.rollout import graphs
 from shardproof.rollout.engine import Request, Sampling
 from shardproof.rollout.kept import GIB, KeptTurns
-from shardproof.rollout.static import FixedDecoder
+from shardproof.rollout.paged import graphs
+from shardproof.rollout.paged.decoder import PagedDecoder
 from shardproof.rollout.trajectory import Segment, Trajectory
 
 pytestmark = pytest.mark.gpu
@@ -28,7 +28,7 @@ TURNS = 6
 SAMPLING = Sampling(40, stop_ids=tuple(range(0, 1000, 40)))
 
 
-def talk(decoder: FixedDecoder, kept: KeptTurns | None, rows: int = 21) -> list[Trajectory]:
+def talk(decoder: PagedDecoder, kept: KeptTurns | None, rows: int = 21) -> list[Trajectory]:
     """Conversations whose turns and replies differ in length; a few end before the others."""
     going = [
         Trajectory.of_prompt(tuple((7 * row + 3 * at) % 1000 for at in range(20 + 9 * (row % 5))), row)
@@ -56,7 +56,7 @@ def make(config: Any, dtype: torch.dtype) -> Any:
 
 def test_tokens_and_log_probs_are_those_of_reading_everything_in_float32():
     model, kept = make(DENSE, torch.float32), KeptTurns(GIB)
-    with_kept, without = talk(FixedDecoder(model, CUDA), kept), talk(FixedDecoder(model, CUDA), None)
+    with_kept, without = talk(PagedDecoder(model, CUDA), kept), talk(PagedDecoder(model, CUDA), None)
     assert [t.tokens for t in with_kept] == [t.tokens for t in without]
     for one, other in zip(with_kept, without, strict=True):
         for mine, theirs in zip(one.sampled, other.sampled, strict=True):
@@ -73,14 +73,16 @@ def test_fused_kernels_go_on_from_what_was_kept(config, monkeypatch, caplog):
     precise = deepcopy(model).float()
     errors = []
     for kept in (KeptTurns(GIB), None):
-        decoder = FixedDecoder(model, CUDA)
+        decoder = PagedDecoder(model, CUDA)
         found = talk(decoder, kept)
-        assert decoder._fuses and decoder._draws and decoder._records and "kernels" not in caplog.text
+        assert (
+            decoder.ways.fused and decoder.ways.draws and decoder.ways.graphs and "without" not in caplog.text
+        )
         if kept is not None:
             assert len(kept) > 0 and kept.nbytes <= kept.max_bytes
         errors.append(torch.cat([distances(precise, t) for t in found]).median())
     assert errors[0] < 1.2 * errors[1] + 1e-4
-    # Rows are padded and lengths are powers of two: a few graphs for all turns, not one for each.
+    # Graphs serve all lengths: a few for all turns, not one for each.
     assert len(captured) < 2 * 10
     captured.clear()
     talk(decoder, KeptTurns(GIB))

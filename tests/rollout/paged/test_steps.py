@@ -249,3 +249,18 @@ def test_numbers_that_decide_draws_are_the_same_on_the_device():
     seeds = [0, 1, 2**63 + 5, 2**64 - 1, 123456789]
     for number, line in enumerate(uniform_lines(seeds, 50, CPU).T):
         assert line.tolist() == uniform_numbers(seeds, number).tolist()[0 if line.dim() > 1 else slice(None)]
+
+
+def test_a_few_tokens_are_not_worth_a_graph_unless_every_call_asks_for_them(model, monkeypatch, capturing):
+    monkeypatch.setattr(steps, "_WORTH_CAPTURING", 30)
+    decoder = decoder_with(model, monkeypatch, capturing)
+    counts = []
+    for requests, sampling in (
+        (many(1), Sampling(20)),
+        (many(4), Sampling(20)),
+        (many(1), Sampling(20, 0.5)),
+        (many(1), Sampling(20, 0.5)),
+    ):
+        assert_same(decoder(requests, sampling, 3), grown(model, requests, sampling))
+        counts.append(capturing.captured)
+    assert counts == [0, 1, 1, 2]

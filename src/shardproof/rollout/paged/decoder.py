@@ -148,11 +148,11 @@ class _Run:
 
     def _advance(self) -> None:
         rows = self._schedule.rows
-        left = max(row.left for row in rows)
-        count = min(_STEPS_PER_LOOK, left)
+        count = min(_STEPS_PER_LOOK, max(row.left for row in rows))
         if count <= 0:
             return
         most_blocks = max(len(row.blocks) for row in rows) + 1
+        left = sum(row.left for row in rows)
         size = self._steps.advance(len(rows), count, self._sampling, left, most_blocks)
         for row in rows:
             row.launched = min(row.launched + count, row.limit)

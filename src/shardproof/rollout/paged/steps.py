@@ -14,6 +14,8 @@ from transformers import PreTrainedModel
 
 from shardproof.model import hf_private
 from shardproof.model.compiling import can_compile
+from shardproof.model.exact import is_exact
+from shardproof.model.exact_attention import attend_step
 from shardproof.rollout.engine import Sampling
 from shardproof.rollout.fused import FusedStep, can_fuse
 from shardproof.rollout.paged import graphs, progress
@@ -25,7 +27,7 @@ from shardproof.rollout.recording import Recorder
 
 logger = logging.getLogger(__name__)
 
-_WORTH_CAPTURING = 16  # tokens that some row may still draw
+_WORTH_CAPTURING = 64  # tokens that all rows together may still draw
 _COMPARED_DRAWS = 32  # rows
 
 
@@ -47,7 +49,8 @@ class Ways:
     @staticmethod
     def on(device: torch.device, model: PreTrainedModel) -> Ways:
         compiles = can_compile(device, model.dtype)
-        return Ways(can_fuse(model, device), compiles, compiles, compiles and graphs.can_capture(device))
+        fuses = can_fuse(model, device) and not is_exact(model)
+        return Ways(fuses, compiles, compiles, compiles and graphs.can_capture(device))
 
     def go_plainer(self, error: Exception) -> bool:
         """Give up the fastest way that is left; False if there is no other."""
@@ -82,6 +85,8 @@ class Steps:
         self._recorder = recorder
         self._has_experts = bool(hf_private.expert_modules(model))
         self._launches: dict[tuple[int, float, float], Callable[[], None]] = {}
+        self._call = 0
+        self._went_plain: dict[tuple[int, float, float], int] = {}  # in which call, for few tokens
         self._version = -1  # of the memory that graphs work in
         self._proved: set[tuple[Any, ...]] = set()  # comparisons that were passed
         self._waits: bool | None = None  # whether the host waits in the model's own step
@@ -91,6 +96,7 @@ class Steps:
 
     def begin(self) -> None:
         """Start a call: weights may have changed, and the memory may be another."""
+        self._call += 1
         self._truth = None
         if self._version != self._memory.version:
             self.release()
@@ -106,11 +112,12 @@ class Steps:
         self._draw_with(sampling, logits)(slots, logits)
 
     def advance(self, rows: int, count: int, sampling: Sampling, left: int, most_blocks: int) -> int:
-        """Run `count` steps of the first slots, of which some row may draw `left` more tokens; returns the rows of a step."""
+        """Run `count` steps of the first slots, which may draw `left` more tokens in all; returns the rows of a step."""
         size = padded_rows(rows, self._memory.slots.rows)
         launch = self._launch_for(size, sampling, left)
         if launch is None:
-            step = ModelStep(self._model, self._memory.cache, attend_plain)
+            attend = attend_step if is_exact(self._model) else attend_plain
+            step = ModelStep(self._model, self._memory.cache, attend)
             slots = self._memory.slots.part(0, rows, most_blocks)
             launch = partial(self._run, step, slots, self._memory.logits[:rows], sampling)
         for _ in range(count):
@@ -123,7 +130,9 @@ class Steps:
         if key in self._launches:
             return self._launches[key]
         larger = [k for k in self._launches if k[0] > size and k[1:] == key[1:]]
-        few = left < _WORTH_CAPTURING or self._memory.pool.num_free < 8
+        # A few tokens are not worth it, unless every call asks for them, as a canary does.
+        few = left < _WORTH_CAPTURING and self._went_plain.setdefault(key, self._call) == self._call
+        few |= self._memory.pool.num_free < 8
         if few and larger:
             return self._launches[min(larger)]
         while not few and (self._ways.attention or self._ways.fused):
@@ -182,7 +191,9 @@ class Steps:
 
     def _fastest(self) -> Step:
         if self._step is None:
-            if self._ways.fused:
+            if is_exact(self._model):
+                self._step = ModelStep(self._model, self._memory.cache, attend_step)
+            elif self._ways.fused:
                 self._step = FusedStep(self._model, self._memory.cache, self._memory.slots.tables.shape[1])
             else:
                 from shardproof.rollout.paged.attention_kernels import (
@@ -224,7 +235,7 @@ class Steps:
             progress.record(slots, sampling, logits)
 
         if not self._ways.draws or sampling.temperature <= 0 or sampling.top_p < 1.0:
-            return plain
+            return plain  # which gives exact log-probs where they are wanted
         from shardproof.rollout.paged.draw_kernels import record  # as above
 
         how = ("draws", sampling.temperature, len(self._memory.slots.stops))
@@ -241,7 +252,14 @@ class Steps:
                 logger.warning("decoding without kernels that draw: %s", problem)
                 return plain
             self._proved.add(how)
-        return lambda slots, logits: record(slots, sampling.temperature, logits)
+
+        def drawn(slots: Slots, logits: torch.Tensor) -> None:
+            before = slots.steps.clone() if sampling.exact else None
+            record(slots, sampling.temperature, logits)
+            if before is not None:
+                progress.note_exactly(slots, sampling, logits, before)
+
+        return drawn
 
 
 def _step_and_logits(step: Step, slots: Slots, logits: torch.Tensor) -> torch.Tensor:
