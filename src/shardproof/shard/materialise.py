@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -33,6 +35,7 @@ from shardproof.weights.reader import Checkpoint, SliceSource
 Progress = Callable[[int], None]
 _MANY_RUNS = 16
 _DRAWN_ELEMENTS = 1 << 20  # what `draw` makes at a time
+_MOST_AT_A_TIME = 8  # such pieces, in threads
 
 
 class Read(NamedTuple):
@@ -112,12 +115,33 @@ def _write_value(shard: LocalShard, value: torch.Tensor, ledger: Ledger) -> None
 
 
 def _write_drawn(shard: LocalShard, origin: InitSpec, seed: int, ledger: Ledger) -> None:
+    """Draw the values piece by piece, several at a time: each piece has a generator of its own."""
     for box, memory in shard.parts():
         start, stop = enclosing_range(box, shard.shape)
-        for low in range(start - start % _DRAWN_ELEMENTS, stop, _DRAWN_ELEMENTS):
-            a, b = max(low, start), min(low + _DRAWN_ELEMENTS, stop)
-            copy_overlap(shard.shape, memory, box, draw(origin, seed, shard.shape, a, b), ((a, b),))
+        lows = range(start - start % _DRAWN_ELEMENTS, stop, _DRAWN_ELEMENTS)
+        write = partial(_write_piece, shard.shape, box, memory, origin, seed, (start, stop))
+        num_threads = min(torch.get_num_threads(), len(lows), _MOST_AT_A_TIME)
+        if num_threads > 1:
+            with ThreadPoolExecutor(num_threads) as pool:
+                list(pool.map(write, lows))
+        else:
+            for low in lows:
+                write(low)
         ledger.write(shard.name, box)
+
+
+@torch.no_grad()
+def _write_piece(
+    shape: tuple[int, ...],
+    box: Box,
+    memory: torch.Tensor,
+    origin: InitSpec,
+    seed: int,
+    bounds: tuple[int, int],
+    low: int,
+) -> None:
+    a, b = max(low, bounds[0]), min(low + _DRAWN_ELEMENTS, bounds[1])
+    copy_overlap(shape, memory, box, draw(origin, seed, shape, a, b), ((a, b),))
 
 
 def _write_boxes(
