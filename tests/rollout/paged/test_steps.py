@@ -152,7 +152,18 @@ def test_graphs_that_fail_are_given_up_last(model, monkeypatch, caplog, capturin
     decoder = decode_with(model, monkeypatch, capturing, many(6), Sampling(9))
     assert not decoder.ways.fused and not decoder.ways.graphs
     assert "without CUDA graphs" in caplog.text
-    assert len([r for r in caplog.records if r.levelname == "WARNING"]) == 2
+    assert len([r for r in caplog.records if r.levelname == "WARNING"]) == 3
+
+
+@pytest.mark.parametrize("tokens", [9, 90])
+def test_graphs_without_kernels_of_our_own(model, monkeypatch, caplog, capturing, tokens):
+    """In float32, or without Triton: contexts that grow need graphs for wider tables."""
+    decoder = PagedDecoder(model, CPU)
+    decoder.ways.graphs = True
+    requests = many(6, 100)
+    for _ in range(2):
+        assert_same(decoder(requests, Sampling(tokens), 3), grown(model, requests, Sampling(tokens)))
+    assert decoder.ways.graphs and caplog.text == "" and capturing.captured == 1
 
 
 def test_a_model_that_fails_is_not_hidden_and_memory_that_runs_out_is_no_kernels_fault(

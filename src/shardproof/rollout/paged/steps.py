@@ -29,6 +29,10 @@ logger = logging.getLogger(__name__)
 
 _WORTH_CAPTURING = 64  # tokens that all rows together may still draw
 _COMPARED_DRAWS = 32  # rows
+_SAID = {"fused": "fused kernels", "attention": "our attention kernel", "graphs": "CUDA graphs"}
+
+
+Key = tuple[int, int, float, float]  # rows, blocks of their tables or 0, temperature, top_p
 
 
 class Step(Protocol):
@@ -58,8 +62,11 @@ class Ways:
         if self.fused or self.draws:
             self.fused = self.draws = False
             logger.warning("decoding without fused kernels, which failed (%s)", said)
-        elif self.graphs or self.attention:
-            self.graphs = self.attention = False
+        elif self.attention:
+            self.attention = False
+            logger.warning("decoding without our attention kernel, which failed (%s)", said)
+        elif self.graphs:
+            self.graphs = False
             logger.warning("decoding without CUDA graphs, which failed (%s)", said)
         else:
             return False
@@ -84,9 +91,9 @@ class Steps:
         self._ways = ways
         self._recorder = recorder
         self._has_experts = bool(hf_private.expert_modules(model))
-        self._launches: dict[tuple[int, float, float], Callable[[], None]] = {}
+        self._launches: dict[Key, Callable[[], None]] = {}
         self._call = 0
-        self._went_plain: dict[tuple[int, float, float], int] = {}  # in which call, for few tokens
+        self._went_plain: dict[Key, int] = {}  # in which call, for few tokens
         self._version = -1  # of the memory that graphs work in
         self._proved: set[tuple[Any, ...]] = set()  # comparisons that were passed
         self._waits: bool | None = None  # whether the host waits in the model's own step
@@ -114,54 +121,57 @@ class Steps:
     def advance(self, rows: int, count: int, sampling: Sampling, left: int, most_blocks: int) -> int:
         """Run `count` steps of the first slots, which may draw `left` more tokens in all; returns the rows of a step."""
         size = padded_rows(rows, self._memory.slots.rows)
-        launch = self._launch_for(size, sampling, left)
+        launch = self._launch_for(size, sampling, left, most_blocks)
         if launch is None:
-            attend = attend_step if is_exact(self._model) else attend_plain
-            step = ModelStep(self._model, self._memory.cache, attend)
+            step = ModelStep(self._model, self._memory.cache, attend_plain)
             slots = self._memory.slots.part(0, rows, most_blocks)
             launch = partial(self._run, step, slots, self._memory.logits[:rows], sampling)
         for _ in range(count):
             launch()
         return size
 
-    def _launch_for(self, size: int, sampling: Sampling, left: int) -> Callable[[], None] | None:
+    def _launch_for(
+        self, size: int, sampling: Sampling, left: int, most_blocks: int
+    ) -> Callable[[], None] | None:
         """The captured step of a size; None to run the model's own as it is."""
-        key = (size, sampling.temperature, sampling.top_p)
-        if key in self._launches:
-            return self._launches[key]
-        larger = [k for k in self._launches if k[0] > size and k[1:] == key[1:]]
-        # A few tokens are not worth it, unless every call asks for them, as a canary does.
-        few = left < _WORTH_CAPTURING and self._went_plain.setdefault(key, self._call) == self._call
-        few |= self._memory.pool.num_free < 8
-        if few and larger:
-            return self._launches[min(larger)]
-        while not few and (self._ways.attention or self._ways.fused):
+        while self._ways.fused or self._ways.attention or self._ways.graphs:
+            # Without a kernel attention gathers all blocks of the tables: as few as will do.
+            by_kernel = self._ways.fused or self._ways.attention
+            width = (
+                0
+                if by_kernel
+                else min(1 << (most_blocks - 1).bit_length(), self._memory.slots.tables.shape[1])
+            )
+            key = (size, width, sampling.temperature, sampling.top_p)
+            if key in self._launches:
+                return self._launches[key]
+            larger = [k for k in self._launches if k[0] > size and k[1:] == key[1:]]
+            # A few tokens are not worth it, unless every call asks for them, as a canary does.
+            few = left < _WORTH_CAPTURING and self._went_plain.setdefault(key, self._call) == self._call
+            if few or self._memory.pool.num_free < 8:
+                return self._launches[min(larger)] if larger else None
             began = time.perf_counter()
-            launch = self._make(size, sampling)
+            launch = self._make(size, width or None, sampling)
             self.seconds += time.perf_counter() - began
             if launch is not None:
                 self._launches[key] = launch
                 return launch
         return None
 
-    def _make(self, size: int, sampling: Sampling) -> Callable[[], None] | None:
+    def _make(self, size: int, width: int | None, sampling: Sampling) -> Callable[[], None] | None:
         """The fastest step of a size, after its comparison; None if that failed, and its way was given up."""
         logger.info("preparing the decoding step for %d rows ...", size)
-        slots, logits = self._memory.slots.part(0, size), self._memory.logits[:size]
-        fused = self._ways.fused
+        slots, logits = self._memory.slots.part(0, size, width), self._memory.logits[:size]
         try:
             step = self._fastest()
-            run = partial(self._run, step, slots, logits, sampling)
+            launch: Callable[[], None] = partial(self._run, step, slots, logits, sampling)
             if self._captures(step, sampling):
-                warm = partial(
-                    self._run, step, self._memory.slots.scratch(size), torch.empty_like(logits), sampling
-                )
+                scratch = self._memory.slots.scratch(size)
+                warm = partial(self._run, step, scratch, torch.empty_like(logits), sampling)
                 if self._pool is None:
                     self._pool = graphs.new_pool(self._device)
-                launch = graphs.capture(warm, run, self._device, self._pool)
-            else:
-                launch = run
-            problem = self._compare(launch, size, fused)
+                launch = graphs.capture(warm, launch, self._device, self._pool)
+            problem = self._compare(launch, size)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # whatever a kernel's compiler and launcher, or a capture, raise
@@ -170,17 +180,15 @@ class Steps:
             return launch
         self._launches.clear()
         self._step = None
-        if fused:
-            self._ways.fused = False
-            logger.warning("decoding without fused kernels: %s", problem)
-        else:
-            self._ways.attention = self._ways.graphs = False
-            logger.warning("decoding without CUDA graphs and our attention kernel: %s", problem)
+        way = "fused" if self._ways.fused else "attention" if self._ways.attention else "graphs"
+        setattr(self._ways, way, False)
+        logger.warning("decoding without %s: %s", _SAID[way], problem)
         return None
 
-    def _compare(self, launch: Callable[[], None], size: int, fused: bool) -> str | None:
-        how = (size, fused, self._ways.graphs)
-        if how in self._proved:
+    def _compare(self, launch: Callable[[], None], size: int) -> str | None:
+        """What is wrong with a step that has kernels of our own, compared once per size; None if nothing is."""
+        how = (size, self._ways.fused, self._ways.graphs)
+        if how in self._proved or not (self._ways.fused or self._ways.attention):
             return None
         if self._truth is None:
             self._truth = find_truth(self._model, self._device)
