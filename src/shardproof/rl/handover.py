@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 import torch
@@ -13,6 +14,7 @@ from shardproof.export.manifest import ExportReceipt
 from shardproof.export.stream import WeightStream
 from shardproof.rl.proofs import Proof
 from shardproof.rollout.engine import Engine, Request, Sampling, generate
+from shardproof.rollout.fp8 import Float8Weights
 from shardproof.shard.sharded_model import ShardedModel
 from shardproof.train.score import logprobs
 
@@ -29,8 +31,9 @@ def hand_over(
 ) -> dict[str, float]:
     """Send the weights to the engine, and prove on a canary that it samples from them; returns the metrics.
 
-    `proof` takes the receipt, and the canary's gap whether it is allowed or not. An engine that rounds its weights may be
-    off by twice as much again as rounding moved its own log-probs, which it measures at each sync. Collective: every rank.
+    `proof` takes the receipt, and the canary's gap whether it is allowed or not. Of an engine that rounds its weights the
+    log-probs before rounding are compared, and how far rounding moves those of the canary is a metric. Collective: every
+    rank.
     """
     started = time.perf_counter()
     receipt = engine.load_weights(weights)
@@ -42,19 +45,29 @@ def hand_over(
     if gap is None:
         gap = canary_gap(engine, weights.policy, canary, sampling)
     proof.take(receipt)
-    proof.details["gap"] = gap
-    metrics = {"time/sync": synced - started, "canary/gap": gap}
-    rounding = largest(exchange(float(getattr(engine, "rounding", 0.0))))
-    if rounding:
-        metrics["canary/rounding"] = rounding
-        tolerance += 2 * rounding
-        proof.details |= {"tolerance": tolerance, "rounding": rounding}
-    if not within(gap, tolerance):
+    metrics = {"time/sync": synced - started}
+    rounded: Float8Weights | None = getattr(engine, "float8", None)
+    if rounded is not None:
+        metrics["canary/rounding"] = proof.details["rounding"] = gap
+        gap = _unrounded_gap(rounded, weights.policy)
+        proof.text += "; compared before its weights were rounded to 8 bits"
+    proof.details["gap"] = metrics["canary/gap"] = gap
+    if not within(gap, tolerance) or not within(metrics.get("canary/rounding", 0.0), math.inf):
         message = (
             f"engine and trainer log-probs of the canary differ by {gap:.3g}, the tolerance is {tolerance:g}."
         )
         raise fail("R503", "sync", f"after version {weights.policy.version} {message}")
     return metrics
+
+
+def _unrounded_gap(rounded: Float8Weights, policy: ShardedModel) -> float:
+    """The largest difference between the trainer's log-probs of a text and the engine's before it rounded its weights.
+
+    Collective: every rank.
+    """
+    (trained,) = logprobs(policy, [rounded.canary], 1.0)
+    gap = (trained.cpu()[-len(rounded.said) :] - torch.tensor(rounded.said)).abs().max()
+    return largest(exchange(float(gap)))
 
 
 def canary_gap(engine: Engine, policy: ShardedModel, canary: Request, sampling: Sampling) -> float:

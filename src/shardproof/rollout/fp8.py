@@ -17,7 +17,6 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from shardproof.bounds import largest
 from shardproof.model import hf_private
 from shardproof.model.families import max_positions, num_experts
 from shardproof.rollout.reading import Forward
@@ -30,7 +29,7 @@ _LARGEST = 448.0  # of float8_e4m3fn
 _MIN_EXPONENT = {torch.float16: -15}
 _MIN_EXPONENT_ELSE = -117
 _CHUNK = 2**24  # elements that are rounded at a time: what is computed in float32 takes a few times this
-_PROBE_TOKENS, _PROBE_TOP = 64, 8  # positions, and most likely tokens of each, on which rounding is measured
+_CANARY_TOKENS = 16
 
 
 @dataclass(frozen=True)
@@ -58,13 +57,16 @@ class Float8Weights:
     """The weights of a model's matmuls in float8: all that the blocks multiply with, except routers.
 
     Embeddings, the head, norms, biases and routers stay as they are. With `copies` the float8 weights are kept beside the
-    parameters, for kernels that read them (`copy_of`).
+    parameters, for kernels that read them (`copy_of`). `canary` is a fixed text, and `said` its log-probs before the last
+    rounding: what was sent is compared by them, and not what rounding made of it.
     """
 
     def __init__(self, model: PreTrainedModel, copies: bool):
         self._model = model
         self._weights = list(block_weights(model))
         self._copies = copies
+        self.canary = _canary(model)
+        self.said: list[float] = []
         if not copies:
             logger.warning(
                 "rollout.fp8: weights are rounded, but nothing gets faster: no kernels read float8 weights of this model "
@@ -72,16 +74,17 @@ class Float8Weights:
             )
 
     @torch.no_grad()
-    def round(self) -> float:
-        """Round the parameters in place; returns how far that moved the model's log-probs, as `rounding_gap` says."""
-        before = _probe(self._model)
+    def round(self) -> None:
+        """Round the parameters in place, and write the copies."""
+        ids = torch.tensor([self.canary], device=self._weights[0].device if self._weights else None)
+        logits = self._model(input_ids=ids, use_cache=False).logits[0, :-1].float()
+        self.said = torch.log_softmax(logits, -1).gather(1, ids[0, 1:, None])[:, 0].tolist()
         for weight in self._weights:
             copy = copy_of(weight)
             if copy is None and self._copies:
                 copy = Float8.like(weight)
                 weight.float8 = copy  # type: ignore[attr-defined]
             round_weight(weight, copy)
-        return rounding_gap(before, _probe(self._model))
 
     def release(self) -> None:
         """Give up the memory of the copies."""
@@ -173,16 +176,7 @@ def rounding_cache(
     return logits
 
 
-def _probe(model: PreTrainedModel) -> torch.Tensor:
-    """Log-probs [positions, vocabulary] of a model after a fixed text."""
-    weight = model.get_input_embeddings().get_parameter("weight")
-    length = min(_PROBE_TOKENS, max_positions(model.config) or _PROBE_TOKENS)
-    at = torch.arange(length, device=weight.device)
-    ids = (31 * at * at + 17 * at + 3) % len(weight)
-    return torch.log_softmax(model(input_ids=ids[None], use_cache=False).logits[0].float(), -1)
-
-
-def rounding_gap(before: torch.Tensor, after: torch.Tensor) -> float:
-    """The largest difference of the log-probs [positions, vocabulary] of each position's most likely tokens."""
-    top = before.topk(min(_PROBE_TOP, before.shape[1]), -1).indices
-    return largest([float((after.gather(1, top) - before.gather(1, top)).abs().max())])
+def _canary(model: PreTrainedModel) -> list[int]:
+    vocabulary = len(model.get_input_embeddings().get_parameter("weight"))
+    length = min(_CANARY_TOKENS, max_positions(model.config) or _CANARY_TOKENS)
+    return [(31 * at * at + 17 * at + 3) % vocabulary for at in range(length)]

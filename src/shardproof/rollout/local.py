@@ -26,6 +26,7 @@ from shardproof.rollout.engine import Request, Sampling
 from shardproof.rollout.experts import ExpertShape
 from shardproof.rollout.fp8 import Float8Weights, rounding_cache
 from shardproof.rollout.fused import can_fuse
+from shardproof.rollout.joined import join_weights
 from shardproof.rollout.kept import GIB, KeptTurns, why_not
 from shardproof.rollout.paged.decoder import PagedDecoder
 from shardproof.rollout.paged.model_step import why_not_paged
@@ -49,13 +50,12 @@ class EmbeddedEngine(BatchEngine):
     It keeps the keys and values of conversations between their turns, up to `cache_gib` GiB, until the weights change.
     On CUDA it decodes up to `batch_size` completions at a time with a paged cache of up to `kv_cache_gib` GiB.
     With `experts`, the policy's `expert_shape`, its answers have the experts of their tokens. With `fp8` its weights, or
-    its weights and its cache, hold numbers of 8-bit floating point only; `rounding` is how far that moved its log-probs.
+    its weights and its cache, hold numbers of 8-bit floating point only; `float8` says what they were before.
     With `exact` its log-probs are bit for bit those of a policy that `make_exact` has prepared too.
     """
 
     canary_gap = None
     version = -1
-    rounding = 0.0
 
     def __init__(
         self,
@@ -71,7 +71,9 @@ class EmbeddedEngine(BatchEngine):
         super().__init__(batch_size)
         self.device = policy.device
         self.model = _empty_replica(policy)
-        self._float8 = Float8Weights(self.model, can_fuse(self.model, self.device)) if fp8 != "off" else None
+        if self.device.type == "cuda":
+            join_weights(self.model)
+        self.float8 = Float8Weights(self.model, can_fuse(self.model, self.device)) if fp8 != "off" else None
         self._rounds_cache = fp8 == "weights_and_cache"
         if self._rounds_cache and self.device.type == "cuda":
             message = "rollout.fp8='weights_and_cache': the cache on CUDA has no 8-bit form yet."
@@ -155,8 +157,8 @@ class EmbeddedEngine(BatchEngine):
         with stream:
             self._inlet.take(stream)
         assert stream.receipt is not None
-        if self._float8 is not None:
-            self.rounding = self._float8.round()
+        if self.float8 is not None:
+            self.float8.round()
         self.version = stream.receipt.version
         return stream.receipt
 
@@ -167,8 +169,8 @@ class EmbeddedEngine(BatchEngine):
         self.kept.clear()
         if self.decoder is not None:
             self.decoder.release()
-        if self._float8 is not None:
-            self._float8.release()
+        if self.float8 is not None:
+            self.float8.release()
         for param in self.model.parameters():
             param.untyped_storage().resize_(0)  # the parameters stay, and with them where a stream is written
         if self.device.type == "cuda":
@@ -177,10 +179,12 @@ class EmbeddedEngine(BatchEngine):
     def wake(self) -> None:
         """Take the memory back, unwritten. Collective: every rank."""
         with together("rollout"):  # there may be enough of it on some ranks and not on others
-            for param in self.model.parameters():
-                if not param.untyped_storage().nbytes():
-                    param.untyped_storage().resize_(param.nbytes)
-                    param.data.fill_(float("nan"))
+            empty = [each for each in self.model.parameters() if not each.untyped_storage().nbytes()]
+            for param in reversed(empty):  # the last one in a storage says its size
+                end = int(param.storage_offset() + param.numel()) * param.itemsize
+                if param.untyped_storage().nbytes() < end:
+                    param.untyped_storage().resize_(end)
+                param.data.fill_(float("nan"))
         self.asleep = False
 
     def close(self) -> None:
