@@ -165,3 +165,23 @@ def test_conversations_are_as_long_as_their_limit_says(tmp_path):
     ):
         recipe = from_json(small_recipe(tmp_path, *settings))
         assert max(conversation_lengths(recipe, [5, 7])) == longest
+
+
+def test_a_paged_cache_is_counted_as_it_is_made(tmp_path):
+    """As the setting says; else what all rows at a time need, at most half of the memory that is free."""
+
+    def cache(gpu_gib: float, *settings: str) -> int:
+        recipe = from_json(
+            small_recipe(tmp_path, "rollout.batch_size=8", "rollout.max_new_tokens=50", *settings)
+        )
+        found = estimate_run(recipe, Machine(ranks=1, gpu_bytes=int(gpu_gib * 2**30)), [5, 7])
+        assert {phase.name for phase in found.phases if "KV cache" in phase.device} >= {
+            "generate",
+            "update policy",
+        }
+        return next(phase.device["KV cache"] for phase in found.phases if phase.name == "generate")
+
+    assert cache(80, "rollout.kv_cache_gib=2.5") == 2.5 * 2**30
+    whole = cache(80)
+    assert 0 < cache(0.005) < whole == cache(8)
+    assert cache(80, "rollout.max_new_tokens=600") > whole
