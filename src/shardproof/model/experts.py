@@ -48,7 +48,7 @@ class _GroupedExperts(torch.autograd.Function):
         chosen: torch.Tensor,  # [tokens, k]
         scores: torch.Tensor,  # [tokens, k]
     ) -> torch.Tensor:
-        order, place, ends = _sort_by_expert(chosen, len(gate_up))
+        order, place, ends = sort_by_expert(chosen, len(gate_up))
         tokens = order // chosen.shape[1]
         score = scores.reshape(-1).index_select(0, order)
         inner = grouped_mm(hidden.index_select(0, tokens), gate_up.mT, offs=ends)
@@ -74,7 +74,7 @@ class _GroupedExperts(torch.autograd.Function):
         return grad_hidden, grad_gate_up, grad_down, None, grad_scores
 
 
-def _sort_by_expert(
+def sort_by_expert(
     chosen: torch.Tensor, num_experts: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(visits in the order of their experts, each visit's place in that order [tokens, k], each expert's end)."""

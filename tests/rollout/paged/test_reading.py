@@ -152,38 +152,56 @@ def gate(gate, up):
     return gate.copy_(silu(gate) * up)
 
 
-def rotate_store(states, rotary, norms, cache, positions, places):
+def rotate_store(states, rotary, norms, cache, chunk):
     width = cache[0].shape[-1]
     query, key, value = (each.view(len(each), -1, width) for each in states)
     if norms is not None:
         query, key = add_norm(query, None, norms.query, norms.eps), add_norm(key, None, norms.key, norms.eps)
-    cos, sin = (table[positions][:, None] for table in rotary)
+    cos, sin = (table[chunk.positions][:, None] for table in rotary)
     query, key = (
         x * cos + torch.cat([-x[..., width // 2 :], x[..., : width // 2]], -1) * sin for x in (query, key)
     )
     for held, new in zip(cache, (key, value), strict=True):
-        held[places // BLOCK, :, places % BLOCK] = new
+        held[chunk.places // BLOCK, :, chunk.places % BLOCK] = new
     return query.flatten(1)
 
 
-def attend(query, cache, tables, tiles, scaling, *, window=None, softcap=None, sinks=None):
+def attend(query, cache, chunk, scaling, *, window=None, softcap=None, sinks=None):
     """Program by program, as the kernel goes."""
     width = cache[0].shape[-1]
     out = torch.full_like(query, float("nan"))
-    for sequence, token, first, num in tiles.tolist():
+    for sequence, token, first, num in chunk.tiles.tolist():
         assert num <= queries_per_program(width)
-        held = [each[tables[sequence]].transpose(0, 1).flatten(1, 2)[:, : first + num] for each in cache]
+        held = [
+            each[chunk.tables[sequence]].transpose(0, 1).flatten(1, 2)[:, : first + num] for each in cache
+        ]
         new = query[token : token + num].view(num, -1, width).transpose(0, 1)
         part = reading_ways.attend_plainly(new, *held, scaling, window, softcap, sinks)
         out[token : token + num] = part.transpose(0, 1).flatten(1)
     return out
 
 
+def gate_visits(inner, scores):
+    gate, up = inner.chunk(2, -1)
+    return silu(gate) * up * scores[:, None]
+
+
+def add_visits(rows, places):
+    return rows[places].sum(1)
+
+
 @pytest.fixture
 def kernels(monkeypatch):
     norms = namedtuple("Norms", "query key eps")
     found = SimpleNamespace(
-        add_norm=add_norm, gate=gate, rotate_store=rotate_store, attend=attend, Norms=norms
+        **{
+            "add_norm": add_norm,
+            "gate": gate,
+            "rotate_store": rotate_store,
+            "attend": attend,
+            "Norms": norms,
+        },
+        **{"gate_visits": gate_visits, "add_visits": add_visits},
     )
     monkeypatch.setitem(sys.modules, "shardproof.rollout.paged.reading_kernels", found)
     monkeypatch.setattr(shardproof.rollout.paged, "reading_kernels", found, raising=False)
@@ -213,11 +231,14 @@ def test_kernels_that_are_wrong_are_not_used(kernels, monkeypatch, fault, caplog
     cache, prompts = make_cache(model), make_prompts()
     readings = whole_readings(prompts)
 
-    def misplaced(states, rotary, norms, cache, positions, places):
-        return rotate_store(states, rotary, norms, cache, positions, places - places % 2)
+    def misplaced(states, rotary, norms, cache, chunk):
+        places = chunk.places - chunk.places % 2
+        return rotate_store(
+            states, rotary, norms, cache, SimpleNamespace(places=places, positions=chunk.positions)
+        )
 
-    def blind(query, cache, tables, tiles, scaling, **extras):
-        return attend(query, cache, tables, tiles, scaling, **(extras | {"window": 60}))
+    def blind(query, cache, chunk, scaling, **extras):
+        return attend(query, cache, chunk, scaling, **(extras | {"window": 60}))
 
     def failing(*args):
         raise RuntimeError("no kernel image")

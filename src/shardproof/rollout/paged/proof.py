@@ -79,7 +79,7 @@ def find_truth(model: PreTrainedModel, device: torch.device) -> Truth:
         states.append(
             (torch.stack([keys for keys, _ in layers]), torch.stack([values for _, values in layers]))
         )
-    worth = float(_distance(logprobs[1::2, 0], logprobs[0::2, 0]).mean())
+    worth = float(distance(logprobs[1::2, 0], logprobs[0::2, 0]).mean())
     return Truth(lengths, upload(ids[:, -_STEPS:].copy(), device), logprobs, states, worth)
 
 
@@ -102,7 +102,7 @@ def compare_step(
                 distances.append(_distances(memory.logits[:rows], truth.logprobs[:, number], prompts))
                 lengths.append(prompts % 2)
         found, is_long = torch.cat(distances), torch.cat(lengths).bool()
-        return _judge([found[~is_long], found[is_long]], truth.worth, has_experts)
+        return judge([found[~is_long], found[is_long]], truth.worth, has_experts)
     finally:
         stage.give_back()
         memory.slots.state.copy_(before[0])
@@ -169,19 +169,19 @@ class _Stage:
 def _distances(logits: torch.Tensor, truth: torch.Tensor, prompts: torch.Tensor) -> torch.Tensor:
     """Of each row's log-probs from those of its prompt."""
     found = [
-        _distance(truth[chosen], torch.log_softmax(part.float(), -1))
+        distance(truth[chosen], torch.log_softmax(part.float(), -1))
         for part, chosen in zip(logits.split(_ROWS_AT_A_TIME), prompts.split(_ROWS_AT_A_TIME), strict=True)
     ]
     return torch.cat(found)
 
 
-def _distance(truth: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
+def distance(truth: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
     """How far apart log-probs [rows, vocabulary] are in each row, weighted by probability."""
     return (truth.exp() * (found - truth).abs()).sum(-1)
 
 
-def _judge(distances: Sequence[torch.Tensor], worth: float, has_experts: bool) -> str | None:
-    """What is wrong with distances after short and after long prompts, given what the context is worth."""
+def judge(distances: Sequence[torch.Tensor], worth: float, has_experts: bool) -> str | None:
+    """What is wrong with distances of rows, in groups of rows, given what the context is worth; None if nothing is."""
     distances = [each for each in distances if len(each)]
     mean = largest(float(each.mean()) for each in distances)
     worst = largest(float(each.max()) for each in distances)

@@ -13,11 +13,13 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-from shardproof.bounds import largest, within
 from shardproof.model import hf_private
+from shardproof.model.exact import is_exact
+from shardproof.model.families import max_positions
 from shardproof.rollout.fused import can_fuse
 from shardproof.rollout.paged.blocks import blocks_for
 from shardproof.rollout.paged.cache import PagedCache
+from shardproof.rollout.paged.proof import distance, judge
 from shardproof.rollout.paged.reading_chunks import Chunk, Reading, pack
 from shardproof.rollout.paged.reading_ways import FusedForward, OwnForward
 from shardproof.rollout.recording import Recorder
@@ -32,9 +34,6 @@ PLAIN = "plain torch"
 # attention per prompt.
 _LENGTHS = (1, 5, 63, 64, 65, 129, 200, 300)
 _SAME = 3  # tokens that come behind each of them
-# As in the comparison of decoding steps: how far a way may be off, as shares of what the context is worth.
-_MEAN, _WORST, _MEAN_OF_EXPERTS = 1 / 16, 1 / 8, 1 / 8
-_ROUNDING = 2.0**-8
 
 # (chunk, cache) -> logits after the last tokens of readings that end in the chunk
 Way = Callable[[Chunk, PagedCache], torch.Tensor]
@@ -127,9 +126,11 @@ class PromptReader:
 
     def _candidates(self, cache: PagedCache) -> list[tuple[str, Way]]:
         found: list[tuple[str, Way]] = []
-        if OwnForward.fits(self._model, cache):
+        if OwnForward.fits(self._model, cache) and not is_exact(self._model):
             if can_fuse(self._model, cache.device):
-                found.append(("fused kernels", FusedForward(self._model)))
+                if FusedForward.has_hopper(cache):
+                    found.append(("attention for Hopper GPUs", FusedForward(self._model, hopper=True)))
+                found.append(("fused kernels", FusedForward(self._model, hopper=False)))
             found.append(("the attention kernel", OwnForward(self._model, by_kernel=True)))
         return found
 
@@ -146,8 +147,9 @@ def compare(way: Way, plain: Way, model: PreTrainedModel, cache: PagedCache) -> 
     Prompts are read first, and then, in another chunk, the same few tokens behind each of them.
     """
     vocabulary = len(model.get_input_embeddings().get_parameter("weight"))
+    most = (max_positions(model.config) or _LENGTHS[-1] + _SAME) - _SAME
     prompts = [
-        [(31 * at * at + 17 * at + 41 * number + 3) % vocabulary for at in range(length)]
+        [(31 * at * at + 17 * at + 41 * number + 3) % vocabulary for at in range(min(length, most))]
         for number, length in enumerate(_LENGTHS)
     ]
     behind = [(37 * at + 5) % vocabulary for at in range(_SAME)]
@@ -168,22 +170,6 @@ def compare(way: Way, plain: Way, model: PreTrainedModel, cache: PagedCache) -> 
             logits.append(each(Chunk(pieces, cache.device, cache.shape.width), small))
         found.append([torch.log_softmax(part.float(), -1) for part in logits])
     truth, guess = found
-    distances = torch.stack([_distance(a, b) for a, b in zip(truth, guess, strict=True)])
-    worth = float(_distance(truth[1], truth[1].roll(1, 0)).mean())
-    return _judge(distances, worth, bool(hf_private.expert_modules(model)))
-
-
-def _distance(truth: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
-    """How far apart log-probs [rows, vocabulary] are in each row, weighted by probability."""
-    return (truth.exp() * (found - truth).abs()).sum(-1)
-
-
-def _judge(distances: torch.Tensor, worth: float, has_experts: bool) -> str | None:
-    """What is wrong with distances [steps, rows], given what the context is worth."""
-    mean = largest(float(each.mean()) for each in distances)
-    worst = float(distances.max())
-    if not within(mean, largest(((_MEAN_OF_EXPERTS if has_experts else _MEAN) * worth, _ROUNDING))):
-        return f"log-probs differ by {mean:.3g} on average; behind another prompt they change by {worth:.3g}"
-    if not has_experts and not within(worst, largest((_WORST * worth, 4 * _ROUNDING))):
-        return f"log-probs differ by {worst:.3g} after one prompt; behind another they change by {worth:.3g}"
-    return None
+    distances = [distance(a, b) for a, b in zip(truth, guess, strict=True)]
+    worth = float(distance(truth[1], truth[1].roll(1, 0)).mean())
+    return judge(distances, worth, bool(hf_private.expert_modules(model)))

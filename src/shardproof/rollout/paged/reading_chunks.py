@@ -70,25 +70,30 @@ def pack(readings: Sequence[Reading], chunk_tokens: int) -> Iterator[list[Piece]
 class Chunk:
     """Packed tokens on the device, all from one copy for which the host does not wait.
 
-    `ids`, `positions` and `places` (number of the block times its tokens, plus the place in it) have an entry per token;
-    `tables` the blocks of each piece; `tiles` what each program of attention takes (see `reading_kernels.attend`); `last`
-    the packed token after which each reading that ends here wants logits.
+    Of each token: `ids`, `positions`, `places` (number of its block times the tokens of a block, plus the place in it)
+    and `tails` (behind a piece's last token, the places up to the end of its block; else 0). `tables` has the blocks of
+    each piece, the last one again where they are fewer than others'. `tiles` says for each program of attention its piece,
+    its first packed token, that token's position, and its tokens, up to `queries_per_program`. `last` are the packed tokens
+    after which logits are wanted: those with which readings end.
     """
 
     def __init__(self, pieces: Sequence[Piece], device: torch.device, width: int):
         queries = queries_per_program(width)
         self.pieces = pieces
         self.spans: list[tuple[int, int]] = []  # (first, past the last) packed token of each piece
-        # Programs of attention take one block more than there is, where the number of blocks is odd.
+        # Programs of attention take two blocks at a time.
         longest = max(blocks_for(piece.end) for piece in pieces)
         tables = np.zeros((len(pieces), longest + longest % 2), np.int32)
-        positions, places, tiles, at = [], [], [], 0
+        positions, places, tails, tiles, at = [], [], [], [], 0
         for row, piece in enumerate(pieces):
             num, end = piece.length, piece.end
             tables[row, : blocks_for(end)] = piece.reading.blocks[: blocks_for(end)]
+            tables[row, blocks_for(end) :] = tables[row, blocks_for(end) - 1]
             position = np.arange(piece.reading.start, end, dtype=np.int32)
             positions.append(position)
             places.append(tables[row, position // BLOCK] * BLOCK + position % BLOCK)
+            tails.append(np.zeros(num, np.int32))
+            tails[-1][-1] = -end % BLOCK
             tiles += [
                 (row, at + first, piece.reading.start + first, min(queries, num - first))
                 for first in range(0, num, queries)
@@ -101,11 +106,13 @@ class Chunk:
         last = [stop - 1 for piece, (_, stop) in zip(pieces, self.spans, strict=True) if piece.is_last]
         ids = np.concatenate([np.asarray(piece.reading.tokens, np.int32) for piece in pieces])
         parts = [
-            ids, np.concatenate(positions), np.concatenate(places), tables, np.asarray(tiles, np.int32),
-            np.asarray(last, np.int32),
+            ids, np.concatenate(positions), np.concatenate(places), np.concatenate(tails), tables,
+            np.asarray(tiles, np.int32), np.asarray(last, np.int32),
         ]  # fmt: skip
-        packed = to_device(torch.from_numpy(np.concatenate([part.ravel() for part in parts])), device)
-        self.ids, self.positions, self.places, self.tables, self.tiles, self.last = (
-            each.view(part.shape)
-            for each, part in zip(packed.split([part.size for part in parts]), parts, strict=True)
+        # Each part begins at a multiple of 16 bytes, as kernels like it.
+        room = [np.pad(part.ravel(), (0, -part.size % 4)) for part in parts]
+        packed = to_device(torch.from_numpy(np.concatenate(room)), device)
+        self.ids, self.positions, self.places, self.tails, self.tables, self.tiles, self.last = (
+            each[: part.size].view(part.shape)
+            for each, part in zip(packed.split([part.size for part in room]), parts, strict=True)
         )

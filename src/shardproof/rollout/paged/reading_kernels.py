@@ -13,13 +13,14 @@ import torch
 import triton
 import triton.language as tl
 
-from shardproof.rollout.paged.reading_chunks import queries_per_program
+from shardproof.rollout.paged.launching import launch
+from shardproof.rollout.paged.reading_chunks import Chunk, queries_per_program
 
 _LOG2_E = 1.4426950408889634
-# Tuned on an H200: blocks of the cache that are scored at a time. Wide heads leave room for one.
+# Tuned on an H200. With few registers, two programs share a multiprocessor: one multiplies while the other does not.
 _ATTEND = {
-    False: {"PAGES": 2, "num_warps": 8, "num_stages": 2},
-    True: {"PAGES": 1, "num_warps": 4, "num_stages": 2},
+    False: {"num_warps": 8, "num_stages": 2, "maxnreg": 128},
+    True: {"num_warps": 4, "num_stages": 2},  # wide heads
 }
 
 
@@ -60,9 +61,10 @@ def add_norm(
     tokens, n = states.shape
     out = torch.empty_like(states)
     block = triton.next_power_of_2(n)
-    _add_norm_kernel[(tokens,)](
-        states, new if new is not None else states, weight, out, n, eps, ADD=new is not None, BLOCK=block,
-        num_warps=min(max(block // 512, 1), 16),
+    launch(
+        _add_norm_kernel, (tokens, 1),
+        (states, new if new is not None else states, weight, out, n, eps),
+        {"ADD": new is not None, "BLOCK": block}, num_warps=min(max(block // 512, 1), 16),
     )  # fmt: skip
     return out
 
@@ -81,8 +83,62 @@ def gate(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """silu(gate) * up, in place of `gate`, rounded once."""
     total = gate.numel()
     block = 4096
-    _gate_kernel[(triton.cdiv(total, block),)](gate, up, total, BLOCK=block, num_warps=8)
+    launch(_gate_kernel, (triton.cdiv(total, block), 1), (gate, up, total), {"BLOCK": block}, num_warps=8)
     return gate
+
+
+@triton.jit
+def _gate_visits_kernel(
+    inner_ptr,  # [visits, 2 * n], gate before up
+    scores_ptr,  # [visits]
+    out_ptr,  # [visits, n]
+    n,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    visit, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    here = column < n
+    score = tl.load(scores_ptr + visit).to(tl.float32)
+    gate = tl.load(inner_ptr + visit * 2 * n + column, mask=here, other=0.0).to(tl.float32)
+    up = tl.load(inner_ptr + visit * 2 * n + n + column, mask=here, other=0.0).to(tl.float32)
+    gated = gate * tl.sigmoid(gate) * up * score
+    tl.store(out_ptr + visit * n + column, gated.to(out_ptr.dtype.element_ty), mask=here)
+
+
+def gate_visits(inner: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up * score of each visit to an expert, rounded once."""
+    visits, n = inner.shape[0], inner.shape[1] // 2
+    out = torch.empty(visits, n, dtype=inner.dtype, device=inner.device)
+    block = min(triton.next_power_of_2(n), 2048)
+    _gate_visits_kernel[(visits, triton.cdiv(n, block))](inner, scores, out, n, BLOCK=block, num_warps=4)
+    return out
+
+
+@triton.jit
+def _add_visits_kernel(
+    rows_ptr,  # [visits, n]
+    places_ptr,  # [tokens, VISITS]
+    out_ptr,  # [tokens, n]
+    n,
+    VISITS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    token, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    here = column < n
+    total = tl.zeros([BLOCK], tl.float32)
+    for visit in tl.static_range(VISITS):
+        place = tl.load(places_ptr + token * VISITS + visit).to(tl.int64)
+        total += tl.load(rows_ptr + place * n + column, mask=here, other=0.0).to(tl.float32)
+    tl.store(out_ptr + token * n + column, total.to(out_ptr.dtype.element_ty), mask=here)
+
+
+def add_visits(rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """The sum of each token's visits, which are at `places` [tokens, visits per token] of `rows`, in float32."""
+    (tokens, visits), n = places.shape, rows.shape[1]
+    out = torch.empty(tokens, n, dtype=rows.dtype, device=rows.device)
+    block = min(triton.next_power_of_2(n), 2048)
+    _add_visits_kernel[(tokens, triton.cdiv(n, block))](
+        rows, places, out, n, VISITS=visits, BLOCK=block, num_warps=4
+    )
+    return out
 
 
 @triton.jit
@@ -112,6 +168,7 @@ def _rotate_store_kernel(
     q_norm_ptr, k_norm_ptr,  # [width]
     keys_ptr, values_ptr,  # [blocks, key heads, PAGE, width]
     positions_ptr, places_ptr,  # [tokens]: of each token, in its sequence and in the cache
+    tails_ptr,  # [tokens]: places behind it whose values become 0
     eps,
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, NORM: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -145,6 +202,9 @@ def _rotate_store_kernel(
     value_at = value_ptr + new_at + key_heads * WIDTH + whole[None, :]
     value = tl.load(value_at, mask=key_heads < KEY_HEADS, other=0.0)
     tl.store(values_ptr + store + whole[None, :], value.to(dtype), mask=key_heads < KEY_HEADS)
+    for behind in range(1, tl.load(tails_ptr + token) + 1):
+        nothing = tl.zeros([BLOCK_K, WIDTH], dtype)
+        tl.store(values_ptr + store + behind * WIDTH + whole[None, :], nothing, mask=key_heads < KEY_HEADS)
 
 
 def rotate_store(
@@ -152,13 +212,13 @@ def rotate_store(
     rotary: tuple[torch.Tensor, torch.Tensor],
     norms: Norms | None,
     cache: tuple[torch.Tensor, torch.Tensor],
-    positions: torch.Tensor,
-    places: torch.Tensor,
+    chunk: Chunk,
 ) -> torch.Tensor:
     """The queries of packed tokens, normed and rotated in place; keys and values go to their places in the blocks.
 
-    `states`: queries, keys and values, [tokens, heads * width]. `rotary`: cosines and sines by position. `places`:
-    number of the block times its tokens, plus the place in it.
+    Values behind a prompt's last token, up to the end of its block, become 0: nothing finite was there for sure.
+
+    `states`: queries, keys and values, [tokens, heads * width]. `rotary`: cosines and sines by position.
     """
     query, key, value = states
     keys, values = cache
@@ -166,45 +226,30 @@ def rotate_store(
     heads = query.shape[1] // width
     q_norm, k_norm, eps = norms if norms is not None else (keys, keys, 0.0)
     block_q, block_k = triton.next_power_of_2(heads), triton.next_power_of_2(key_heads)
-    _rotate_store_kernel[(len(query),)](
-        query, key, value, *rotary, q_norm, k_norm, keys, values, positions, places, eps,
-        HEADS=heads, KEY_HEADS=key_heads, WIDTH=width, PAGE=page, NORM=norms is not None,
-        BLOCK_Q=block_q, BLOCK_K=block_k, num_warps=min(max(block_q * width // 512, 1), 8),
+    constants = {
+        **{"HEADS": heads, "KEY_HEADS": key_heads, "WIDTH": width, "PAGE": page, "NORM": norms is not None},
+        **{"BLOCK_Q": block_q, "BLOCK_K": block_k},
+    }
+    launch(
+        _rotate_store_kernel, (len(query), 1),
+        (query, key, value, *rotary, q_norm, k_norm, keys, values, chunk.positions, chunk.places, chunk.tails, eps),
+        constants, num_warps=min(max(block_q * width // 512, 1), 8),
     )  # fmt: skip
     return query
 
 
 @triton.jit
-def _page_at(
-    cache_ptr, table_ptr, at, key_head, KEY_HEADS: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr
-):
-    """Where the keys or values of a sequence's block that begins with token `at` are."""
-    block = tl.load(table_ptr + at // PAGE).to(tl.int64)
-    return cache_ptr + (block * KEY_HEADS + key_head) * (PAGE * WIDTH)
-
-
-@triton.jit
-def _scored(query, key, scale, softcap, CAPPED: tl.constexpr):
-    """Scores of queries [m, width] with keys [n, width], in units of log 2."""
-    scores = tl.dot(query, tl.trans(key)) * scale
-    if CAPPED:  # tanh, by way of an exponential that cannot overflow
+def _attend_block(
+    query, keys_ptr, values_ptr, block, at, position, end, scale, softcap, window, peak, norm, total,
+    WIDTH: tl.constexpr, PAGE: tl.constexpr, MASKED: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
+):  # fmt: skip
+    """The running softmax after a block of cached tokens, the first of them at `at`. Scores are in units of log 2."""
+    inner = tl.arange(0, PAGE)
+    offsets = block * (PAGE * WIDTH) + inner[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    scores = tl.dot(query, tl.trans(tl.load(keys_ptr + offsets))) * scale
+    if CAPPED:  # tanh, by way of an exponential
         bounded = 1.0 - 2.0 / (tl.exp2(scores * (2.0 * 1.4426950408889634 / softcap)) + 1.0)
         scores = bounded * (softcap * 1.4426950408889634)
-    return scores
-
-
-@triton.jit
-def _attend_pages(
-    query, keys_ptr, values_ptr, table_ptr, key_head, at, position, end, scale, softcap, window,
-    peak, norm, total,
-    KEY_HEADS: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, PAGES: tl.constexpr,
-    MASKED: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
-):  # fmt: skip
-    """The running softmax after one or two blocks of cached tokens, the first of them at `at`."""
-    inner = tl.arange(0, PAGE)
-    offsets = inner[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
-    key = tl.load(_page_at(keys_ptr, table_ptr, at, key_head, KEY_HEADS, WIDTH, PAGE) + offsets)
-    scores = _scored(query, key, scale, softcap, CAPPED)
     if MASKED:
         time = at + inner[None, :]
         seen = time <= position[:, None]
@@ -212,60 +257,32 @@ def _attend_pages(
             seen = seen & (time > position[:, None] - window)
         scores = tl.where(seen, scores, float("-inf"))
     higher = tl.maximum(peak, tl.max(scores, 1))
-    if PAGES == 2:
-        next_key = tl.load(
-            _page_at(keys_ptr, table_ptr, at + PAGE, key_head, KEY_HEADS, WIDTH, PAGE) + offsets
-        )
-        next_scores = _scored(query, next_key, scale, softcap, CAPPED)
-        if MASKED:
-            next_time = at + PAGE + inner[None, :]
-            next_seen = next_time <= position[:, None]
-            if WINDOW:
-                next_seen = next_seen & (next_time > position[:, None] - window)
-            next_scores = tl.where(next_seen, next_scores, float("-inf"))
-        higher = tl.maximum(higher, tl.max(next_scores, 1))
     shrink = tl.exp2(peak - higher)
-    norm *= shrink
-    total *= shrink[:, None]
     weights = tl.exp2(scores - higher[:, None])
-    norm += tl.sum(weights, 1)
-    value_at = _page_at(values_ptr, table_ptr, at, key_head, KEY_HEADS, WIDTH, PAGE) + offsets
-    # A weight of 0 does not hide a NaN: what was never written must not be loaded.
-    value = tl.load(value_at, mask=(at + inner < end)[:, None], other=0.0) if MASKED else tl.load(value_at)
-    total = tl.dot(weights.to(value.dtype), value, total)
-    if PAGES == 2:
-        next_weights = tl.exp2(next_scores - higher[:, None])
-        norm += tl.sum(next_weights, 1)
-        next_at = _page_at(values_ptr, table_ptr, at + PAGE, key_head, KEY_HEADS, WIDTH, PAGE) + offsets
-        if MASKED:
-            next_value = tl.load(next_at, mask=(at + PAGE + inner < end)[:, None], other=0.0)
-        else:
-            next_value = tl.load(next_at)
-        total = tl.dot(next_weights.to(next_value.dtype), next_value, total)
-    return higher, norm, total
+    norm = norm * shrink + tl.sum(weights, 1)
+    if MASKED:  # a weight of 0 does not hide a NaN: what was never written must not be loaded
+        value = tl.load(values_ptr + offsets, mask=(at + inner < end)[:, None], other=0.0)
+    else:
+        value = tl.load(values_ptr + offsets)
+    return higher, norm, tl.dot(weights.to(value.dtype), value, total * shrink[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_length", "window"])
 def _attend_kernel(
     query_ptr,  # [tokens, heads * width]
     keys_ptr, values_ptr,  # [blocks, key heads, PAGE, width]
-    tables_ptr,  # [sequences, table length]: the blocks of each sequence
-    tiles_ptr,  # [programs, 4]: sequence, first packed token, its position, number of tokens
+    tables_ptr, tiles_ptr,  # see Chunk
     sinks_ptr,  # [heads]
     out_ptr,  # [tokens, heads * width]
     table_length, scale, softcap, window,
-    HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, PAGES: tl.constexpr,
+    HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
     WINDOW: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     # Heads come first: those that share a key head run side by side, and memory is read for one of them.
     head, tile_at = tl.program_id(0), tiles_ptr + tl.program_id(1) * 4
     key_head = head // (HEADS // KEY_HEADS)
-    sequence, token, first, num = (
-        tl.load(tile_at),
-        tl.load(tile_at + 1),
-        tl.load(tile_at + 2),
-        tl.load(tile_at + 3),
-    )
+    sequence, token = tl.load(tile_at), tl.load(tile_at + 1)
+    first, num = tl.load(tile_at + 2), tl.load(tile_at + 3)
     table_ptr = tables_ptr + sequence * table_length
     row, whole = tl.arange(0, BLOCK_M), tl.arange(0, WIDTH)
     position, end = first + row, first + num
@@ -275,24 +292,25 @@ def _attend_kernel(
     peak = tl.full([BLOCK_M], -1.0e30, tl.float32)
     norm = tl.zeros([BLOCK_M], tl.float32)
     if SINKS:  # take probability and have no value
-        peak = tl.zeros([BLOCK_M], tl.float32) + tl.load(sinks_ptr + head).to(tl.float32) * 1.4426950408889634
+        sink = tl.load(sinks_ptr + head).to(tl.float32) * 1.4426950408889634
+        peak = tl.zeros([BLOCK_M], tl.float32) + sink
         norm += 1.0
     total = tl.zeros([BLOCK_M, WIDTH], tl.float32)
-    step: tl.constexpr = PAGE * PAGES
-    begin = 0
     if WINDOW:
-        begin = tl.maximum(first - window + 1, 0) // step * step
+        begin = tl.maximum(first - window + 1, 0) // PAGE * PAGE
     else:
-        begin = (first + 1) // step * step  # what every query of this program sees
-        for at in range(0, begin, step):
-            peak, norm, total = _attend_pages(
-                query, keys_ptr, values_ptr, table_ptr, key_head, at, position, end, scale, softcap, window,
-                peak, norm, total, KEY_HEADS, WIDTH, PAGE, PAGES, False, False, CAPPED,
+        begin = (first + 1) // PAGE * PAGE  # before it, every query of this program sees every key
+        for at in range(0, begin, PAGE):
+            block = tl.load(table_ptr + at // PAGE).to(tl.int64) * KEY_HEADS + key_head
+            peak, norm, total = _attend_block(
+                query, keys_ptr, values_ptr, block, at, position, end, scale, softcap, window, peak, norm, total,
+                WIDTH, PAGE, False, False, CAPPED,
             )  # fmt: skip
-    for at in range(begin, end, step):
-        peak, norm, total = _attend_pages(
-            query, keys_ptr, values_ptr, table_ptr, key_head, at, position, end, scale, softcap, window,
-            peak, norm, total, KEY_HEADS, WIDTH, PAGE, PAGES, True, WINDOW, CAPPED,
+    for at in range(begin, end, PAGE):
+        block = tl.load(table_ptr + at // PAGE).to(tl.int64) * KEY_HEADS + key_head
+        peak, norm, total = _attend_block(
+            query, keys_ptr, values_ptr, block, at, position, end, scale, softcap, window, peak, norm, total,
+            WIDTH, PAGE, True, WINDOW, CAPPED,
         )  # fmt: skip
     attended = (total / norm[:, None]).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + row_at, attended, mask=(row < num)[:, None])
@@ -301,19 +319,14 @@ def _attend_kernel(
 def attend(
     query: torch.Tensor,
     cache: tuple[torch.Tensor, torch.Tensor],
-    tables: torch.Tensor,
-    tiles: torch.Tensor,
+    chunk: Chunk,
     scaling: float,
     *,
     window: int | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Causal attention of packed queries [tokens, heads * width] to the blocks of their sequences.
-
-    `tables`: each sequence's blocks, one more than it has (any block of the cache) where their number is odd. `tiles`:
-    for each program its sequence, its first packed token, that token's position, and its tokens, up to `queries_per_program`.
-    """
+    """Causal attention of packed queries [tokens, heads * width] to the blocks of their sequences."""
     keys, values = cache
     _, key_heads, page, width = keys.shape
     heads = query.shape[1] // width
@@ -321,10 +334,17 @@ def attend(
     capped = softcap is not None
     # The cap comes before the change to units of log 2.
     scale = scaling if capped else scaling * _LOG2_E
-    _attend_kernel[(heads, len(tiles))](
-        query, keys, values, tables, tiles, sinks if sinks is not None else keys, out,
-        tables.shape[1], scale, softcap if softcap is not None else 1.0, window if window is not None else 0,
-        HEADS=heads, KEY_HEADS=key_heads, WIDTH=width, PAGE=page, WINDOW=window is not None, CAPPED=capped,
-        SINKS=sinks is not None, BLOCK_M=queries_per_program(width), **_ATTEND[width > 128],
+    constants = {
+        **{"HEADS": heads, "KEY_HEADS": key_heads, "WIDTH": width, "PAGE": page},
+        **{"WINDOW": window is not None, "CAPPED": capped, "SINKS": sinks is not None},
+        "BLOCK_M": queries_per_program(width),
+    }
+    launch(
+        _attend_kernel, (heads, len(chunk.tiles)),
+        (
+            query, keys, values, chunk.tables, chunk.tiles, sinks if sinks is not None else keys, out,
+            chunk.tables.shape[1], scale, softcap if capped else 1.0, window if window is not None else 0,
+        ),
+        constants, **_ATTEND[width > 128],
     )  # fmt: skip
     return out
