@@ -17,6 +17,7 @@ from shardproof.digest import _kernel, digest, digest_tiles
 from shardproof.rollout.engine import Request, Sampling, generate
 from shardproof.rollout.local import EmbeddedEngine
 from shardproof.rollout.trajectory import Trajectory
+from shardproof.shard.sleeping import SleepingMemory, can_sleep
 from shardproof.train.state import training_state
 from tests.models import make_checkpoint, tiny_config
 from tests.ranks import run_ranks
@@ -427,3 +428,28 @@ def test_a_gpu_takes_the_digests_of_a_cpu(numel: int) -> None:
     assert _kernel(torch.device("cuda", torch.cuda.current_device())) is not None
     assert digest_tiles(values.cuda()) == digest_tiles(values)
     assert digest(values.cuda()) == digest(values)
+
+
+def test_memory_sleeps_and_comes_back_at_the_same_address_for_graphs() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    assert can_sleep(device)
+    memory = SleepingMemory(device)
+    weight, large = memory.empty((64, 64), torch.float32), memory.empty((2**28,), torch.uint8)
+    x, out = torch.randn(8, 64, device=device), torch.empty(8, 64, device=device)
+    torch.mm(x, weight.zero_(), out=out)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        torch.mm(x, weight, out=out)
+    address = weight.data_ptr()
+    for _ in range(2):
+        awake = torch.cuda.mem_get_info(device)[0]
+        memory.sleep()
+        assert memory.nbytes == 0 and torch.cuda.mem_get_info(device)[0] - awake >= 2**28
+        memory.wake()
+        weight.normal_()
+        graph.replay()
+        assert weight.data_ptr() == address and torch.allclose(out, x @ weight, atol=1e-4)
+    held = torch.cuda.mem_get_info(device)[0]
+    del large
+    assert torch.cuda.mem_get_info(device)[0] - held >= 2**28

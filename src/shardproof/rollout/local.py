@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from shardproof.dist.collectives import exchange, raise_together, together
-from shardproof.errors import fail
+from shardproof.errors import ShardproofError, fail
 from shardproof.export.manifest import ExportReceipt
 from shardproof.export.stream import WeightStream
 from shardproof.findings import Finding
@@ -32,6 +32,7 @@ from shardproof.rollout.paged.decoder import PagedDecoder
 from shardproof.rollout.paged.model_step import why_not_paged
 from shardproof.rollout.queue import BatchEngine
 from shardproof.rollout.recording import Recorder
+from shardproof.rollout.replica_memory import ReplicaMemory
 from shardproof.rollout.trajectory import Trajectory
 from shardproof.shard.sharded_model import ShardedModel
 from shardproof.train.routing import routers_of
@@ -51,7 +52,8 @@ class EmbeddedEngine(BatchEngine):
     On CUDA it decodes up to `batch_size` completions at a time with a paged cache of up to `kv_cache_gib` GiB.
     With `experts`, the policy's `expert_shape`, its answers have the experts of their tokens. With `fp8` its weights, or
     its weights and its cache, hold numbers of 8-bit floating point only; `float8` says what they were before.
-    With `exact` its log-probs are bit for bit those of a policy that `make_exact` has prepared too.
+    With `exact` its log-probs are bit for bit those of a policy that `make_exact` has prepared too. With `sleeps` it keeps
+    its CUDA graphs while it sleeps, where the driver allows that.
     """
 
     canary_gap = None
@@ -67,12 +69,14 @@ class EmbeddedEngine(BatchEngine):
         kv_cache_gib: float | None = None,
         fp8: str = "off",
         exact: bool = False,
+        sleeps: bool = False,
     ):
         super().__init__(batch_size)
         self.device = policy.device
         self.model = _empty_replica(policy)
         if self.device.type == "cuda":
             join_weights(self.model)
+        self._memory = ReplicaMemory(self.model, self.device, in_place=sleeps)
         self.float8 = Float8Weights(self.model, can_fuse(self.model, self.device)) if fp8 != "off" else None
         self._rounds_cache = fp8 == "weights_and_cache"
         if self._rounds_cache and self.device.type == "cuda":
@@ -80,9 +84,10 @@ class EmbeddedEngine(BatchEngine):
             raise fail("C001", "rollout", message, fix="set rollout.fp8='weights'")
         self._exact = exact
         if exact:
-            make_exact(self.model)
+            make_exact(self.model, self.device)
         self._recorder = Recorder(Routers(self.model), experts) if experts is not None else None
         self._inlet = _Inlet(self.model, WeightStream(policy, policy.settings.compute_dtype))
+        self._rows = batch_size
         self.decoder = self._make_decoder(batch_size, kv_cache_gib)
         self.kept = KeptTurns(int(cache_gib * GIB))
         self._cannot_keep = why_not(self.model.config)
@@ -98,7 +103,8 @@ class EmbeddedEngine(BatchEngine):
             )
             return None
         self.take_all_at_once()
-        return PagedDecoder(self.model, self.device, self._recorder, batch_size, kv_cache_gib)
+        memory = self._memory.sleeping
+        return PagedDecoder(self.model, self.device, self._recorder, batch_size, kv_cache_gib, memory)
 
     def submit(self, requests: Sequence[Request], sampling: Sampling) -> list[int]:
         """Queue this rank's requests; returns a ticket for each. Collective: every rank, possibly with no request."""
@@ -137,7 +143,23 @@ class EmbeddedEngine(BatchEngine):
         kept = self.kept.at(self.version) if self.kept.max_bytes else None
         sampling = replace(sampling, exact=self._exact)
         if self.decoder is not None:
-            return self.decoder(requests, sampling, self.version, kept)
+            try:
+                return self.decoder(requests, sampling, self.version, kept)
+            except (torch.OutOfMemoryError, ShardproofError):
+                raise
+            except Exception as error:  # a family whose attention does more than it says
+                logger.warning(
+                    "decoding without a paged cache, which failed (%s: %s)", type(error).__name__, error
+                )
+                self.decoder.release()
+                self.decoder = None
+        size = self._rows
+        parts = [requests[start : start + size] for start in range(0, len(requests), size)]
+        return [found for part in parts for found in self._decode_part(part, sampling, kept)]
+
+    def _decode_part(
+        self, requests: Sequence[Request], sampling: Sampling, kept: KeptTurns | None
+    ) -> list[Trajectory]:
         forward = partial(exact_logits if self._exact else last_logits, self.model)
         return decode(
             partial(rounding_cache, forward) if self._rounds_cache else forward,
@@ -167,24 +189,19 @@ class EmbeddedEngine(BatchEngine):
         self.check_idle("sleep")
         self.version, self.asleep = -1, True
         self.kept.clear()
-        if self.decoder is not None:
-            self.decoder.release()
+        if self.decoder is not None and (self._memory.sleeping is None or self.float8 is not None):
+            self.decoder.release()  # weights, or their copies in 8 bits, will come back at other addresses
         if self.float8 is not None:
             self.float8.release()
-        for param in self.model.parameters():
-            param.untyped_storage().resize_(0)  # the parameters stay, and with them where a stream is written
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        self._memory.sleep()
 
     def wake(self) -> None:
         """Take the memory back, unwritten. Collective: every rank."""
         with together("rollout"):  # there may be enough of it on some ranks and not on others
-            empty = [each for each in self.model.parameters() if not each.untyped_storage().nbytes()]
-            for param in reversed(empty):  # the last one in a storage says its size
-                end = int(param.storage_offset() + param.numel()) * param.itemsize
-                if param.untyped_storage().nbytes() < end:
-                    param.untyped_storage().resize_(end)
-                param.data.fill_(float("nan"))
+            if self.asleep:
+                self._memory.wake()
+                if self.decoder is not None:
+                    self.decoder.wake()
         self.asleep = False
 
     def close(self) -> None:

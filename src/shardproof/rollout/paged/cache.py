@@ -10,6 +10,7 @@ import torch
 
 from shardproof.rollout.kept import States
 from shardproof.rollout.paged.blocks import BLOCK, blocks_for
+from shardproof.shard.sleeping import SleepingMemory
 
 
 @dataclass(frozen=True)
@@ -37,15 +38,29 @@ class PagedCache:
     """`keys` and `values` per layer, each [num_blocks, heads, BLOCK, width]. A block stands for the same tokens in all
     layers."""
 
-    def __init__(self, shape: CacheShape, num_blocks: int, dtype: torch.dtype, device: torch.device):
+    def __init__(
+        self,
+        shape: CacheShape,
+        num_blocks: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        sleeping: SleepingMemory | None = None,
+    ):
+        """A cache of zeros; in memory that can sleep, if that is given."""
         self.shape = shape
         self.num_blocks = num_blocks
-        # Zeros: attention in plain torch multiplies what is behind a row's last token by 0, which must be finite.
-        self._storage = torch.zeros(
-            shape.layers, 2, num_blocks, shape.heads, BLOCK, shape.width, dtype=dtype, device=device
-        )
+        sizes = (shape.layers, 2, num_blocks, shape.heads, BLOCK, shape.width)
+        if sleeping is None:
+            self._storage = torch.empty(sizes, dtype=dtype, device=device)
+        else:
+            self._storage = sleeping.empty(sizes, dtype)
+        self.clear()
         self.keys = [layer[0] for layer in self._storage]
         self.values = [layer[1] for layer in self._storage]
+
+    def clear(self) -> None:
+        """Write zeros: attention in plain torch multiplies what is behind a row's last token by 0, so it must be finite."""
+        self._storage.zero_()
 
     @property
     def dtype(self) -> torch.dtype:

@@ -21,12 +21,14 @@ from shardproof.rollout.engine import Request, Sampling
 from shardproof.rollout.kept import KeptTurns
 from shardproof.rollout.paged.lines import Fetched, Lines
 from shardproof.rollout.paged.memory import Memory, Needs
-from shardproof.rollout.paged.progress import Watch, upload
+from shardproof.rollout.paged.progress import Watch
 from shardproof.rollout.paged.reading import CHUNK_TOKENS, PromptReader, Reading
 from shardproof.rollout.paged.schedule import Piece, Prompt, Row, Schedule
+from shardproof.rollout.paged.slots import upload
 from shardproof.rollout.paged.steps import Steps, Ways
 from shardproof.rollout.recording import Recorder
 from shardproof.rollout.trajectory import Trajectory
+from shardproof.shard.sleeping import SleepingMemory
 
 logger = logging.getLogger(__name__)
 
@@ -48,12 +50,13 @@ class PagedDecoder:
         recorder: Recorder | None = None,
         most_rows: int = 256,
         kv_cache_gib: float | None = None,
+        sleeping: SleepingMemory | None = None,
     ):
         self.ways = Ways.on(device, model)
         self.stats: dict[str, float] = {}  # of the last call
         self._model = model
         self._recorder = recorder
-        self._memory = Memory(model, device, most_rows, kv_cache_gib, recorder)
+        self._memory = Memory(model, device, most_rows, kv_cache_gib, recorder, sleeping)
         self._reader = PromptReader(model, recorder)
         self._steps = Steps(model, device, self._memory, self.ways, recorder)
 
@@ -85,6 +88,10 @@ class PagedDecoder:
         """Free all memory and graphs. Comparisons that were passed are remembered."""
         self._steps.release()
         self._memory.free()
+
+    def wake(self) -> None:
+        """Make the cache usable again, whose memory has slept."""
+        self._memory.wake()
 
     @property
     def parts(self) -> tuple[Memory, PromptReader, Steps, Recorder | None]:
@@ -248,9 +255,13 @@ class _Run:
                 row.experts = (
                     prompt.experts if not known else np.concatenate([row.experts, prompt.experts[known:]])
                 )
-        self._place(dict.fromkeys(rows))
-        first, last = rows[0].slot, rows[-1].slot + 1
-        self._steps.draw(self._slots.part(first, last), self._sampling, _stacked([p for _, p in entered]))
+        entering = self._slots.scratch(len(rows))
+        begun = [len(row.drawn) for row in rows]
+        positions = [row.num_prompt + num - 1 for row, num in zip(rows, begun, strict=True)]
+        entering.begin(positions, [row.line for row in rows], begun)
+        self._steps.draw(entering, self._sampling, _stacked([prompt for _, prompt in entered]))
+        self._place(rows)
+        self._slots.state[:, rows[0].slot : rows[-1].slot + 1].copy_(entering.state)
 
     def _put_back(self, rows: list[Row]) -> None:
         """Bring what rows have drawn to the host, and let them wait to be read again. Waits for the device."""
@@ -276,35 +287,28 @@ class _Run:
         finally:
             self._kept = kept
 
-    def _place(self, fresh: dict[Row, None] | None = None) -> None:
-        """Make slots and tables on the device those of the schedule. `fresh` rows have just entered."""
+    def _place(self, entered: Sequence[Row] = ()) -> None:
+        """Make slots and tables on the device those of the schedule, but for the state of rows that have just entered."""
         rows, slots = self._schedule.rows, self._slots
-        dummy = len(slots.done) - 1
-        state = np.zeros((5, slots.rows), np.int64)
-        state[0], state[3] = -1, dummy
-        moved = changed = False
-        was = {each[0]: slot for slot, each in enumerate(self._placed) if each is not None}
+        before = {each[0]: slot for slot, each in enumerate(self._placed) if each is not None}
+        # Where each slot's row was; slots without a row take the state of a slot that never has one.
+        sources = [before.get(row, slots.rows) for row in rows] + [slots.rows] * (slots.rows - len(rows))
+        moved = any(source != slot for slot, source in enumerate(sources[: len(rows)])) or len(before) > len(
+            rows
+        )
+        changed = False
         for slot in range(slots.rows):
-            row = rows[slot] if slot < len(rows) else None
-            before = self._placed[slot]
-            now = (row, len(row.blocks)) if row is not None else None
-            moved |= (before and before[0]) is not row
-            if row is not None:
-                if fresh is not None and row in fresh:
-                    begun = len(row.drawn)
-                    state[2:, slot] = row.num_prompt + begun - 1, row.line, begun
-                else:
-                    state[0, slot] = was[row]
-            if before != now:
-                changed = True
-                self._tables[slot] = 0
-                if row is not None:
-                    self._tables[slot, : len(row.blocks)] = row.blocks
+            now = (rows[slot], len(rows[slot].blocks)) if slot < len(rows) else None
+            if self._placed[slot] != now:
                 self._placed[slot] = now
-        if moved or fresh:
-            given = upload(state, slots.state.device)
-            kept = slots.state.index_select(1, given[0].clamp(min=0))
-            slots.state.copy_(torch.where(given[0] >= 0, kept, given[1:]))
+                self._tables[slot] = 0
+                if now is not None:
+                    self._tables[slot, : now[1]] = now[0].blocks
+                changed = True
+        if moved or entered:
+            given = upload(np.array(sources), slots.state.device)
+            blank = slots.scratch(1).state
+            slots.state.copy_(torch.cat([slots.state, blank], 1).index_select(1, given))
         if changed:
             slots.tables.copy_(upload(self._tables, slots.tables.device), non_blocking=True)
 

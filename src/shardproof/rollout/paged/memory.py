@@ -15,12 +15,14 @@ from shardproof.rollout.paged.blocks import BLOCK, BlockPool, blocks_for
 from shardproof.rollout.paged.cache import CacheShape, PagedCache
 from shardproof.rollout.paged.slots import Slots
 from shardproof.rollout.recording import Recorder
+from shardproof.shard.sleeping import SleepingMemory
 
 # Rows of the steps that are captured: a step of fewer rows is padded to the next of these.
 SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 _MORE = 128  # beyond the last, sizes are multiples of this
 # Enough for the prompts with which steps are compared: blocks in all, and blocks of a row.
-LEAST_BLOCKS, LEAST_TABLE = 48, 8
+LEAST_BLOCKS, LEAST_TABLE = 48, 16
+_MULTIPLE = 16  # of sizes for which Triton compiles other kernels than for odd ones
 
 
 def padded_rows(rows: int, most: int) -> int:
@@ -59,6 +61,7 @@ class Memory:
         most_rows: int,
         kv_cache_gib: float | None = None,
         recorder: Recorder | None = None,
+        sleeping: SleepingMemory | None = None,
     ):
         self.most_rows = most_rows
         self.version = 0
@@ -66,6 +69,7 @@ class Memory:
         self._device = device
         self._gib = kv_cache_gib
         self._recorder = recorder
+        self._sleeping = sleeping  # where the cache lies, if it sleeps in place
         self._cache: PagedCache | None = None
         self._slots: Slots | None = None
         self._logits: torch.Tensor | None = None
@@ -100,6 +104,11 @@ class Memory:
         self._cache = self._slots = self._logits = self.chosen = None
         self.version += 1
 
+    def wake(self) -> None:
+        """Clear the cache, whose memory comes back unwritten."""
+        if self._cache is not None:
+            self._cache.clear()
+
     def _make_cache(self, needs: Needs) -> None:
         shape = CacheShape.of(self._model.config)
         size = shape.block_bytes(self._model.dtype)
@@ -116,12 +125,15 @@ class Memory:
             raise _too_small(needs, wanted, least, size, self._gib)
         if wanted > there:
             self._cache = None  # before the new one is made
-            self._cache = PagedCache(shape, wanted, self._model.dtype, self._device)
+            self._cache = PagedCache(shape, wanted, self._model.dtype, self._device, self._sleeping)
             self.version += 1
 
     def _make_slots(self, needs: Needs) -> None:
-        rows, blocks = padded_rows(needs.rows, self.most_rows), max(blocks_for(needs.longest) + 1, LEAST_TABLE)
-        new, stops = needs.most_new, max(needs.num_stops, 1)
+        rows, blocks = (
+            padded_rows(needs.rows, self.most_rows),
+            max(blocks_for(needs.longest) + 1, LEAST_TABLE),
+        )
+        new, stops = -(-needs.most_new // _MULTIPLE) * _MULTIPLE, max(needs.num_stops, _MULTIPLE)
         old = self._slots
         if old is not None:
             have = old.rows, old.tables.shape[1], old.most_new, len(old.stops)
