@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,27 +21,34 @@ def new_pool(device: torch.device) -> Any:
     return torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
 
+@cache
+def _capturing_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all captures: torch holds a workspace for matmuls per stream."""
+    return torch.cuda.Stream(device)
+
+
 def capture(
     warm: Callable[[], None], step: Callable[[], None], device: torch.device, pool: Any
 ) -> Callable[[], None]:
     """A function that replays `step`. `warm` is run first, for what happens in a first run only.
 
-    Whatever fails is raised, with the caller's stream as it was.
+    Whatever fails is raised; the caller's stream is the current one as before.
     """
-    before = torch.cuda.current_stream(device)
-    try:
-        stream = torch.cuda.Stream(device)
-        stream.wait_stream(before)
-        with torch.cuda.stream(stream):
-            warm()
-        before.wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
+    stream = _capturing_stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        warm()
+        # Not `torch.cuda.graph`: it waits for the device and empties torch's cache of memory each time.
+        graph.capture_begin(pool=pool)
+        try:
             step()
-    except Exception:
-        # A capture that cannot even be ended leaves its own stream behind as the current one.
-        torch.cuda.set_stream(before)
-        raise
+        except BaseException:
+            with suppress(RuntimeError):  # of a capture that is broken already
+                graph.capture_end()
+            raise
+        graph.capture_end()
+    torch.cuda.current_stream(device).wait_stream(stream)
     return graph.replay
 
 

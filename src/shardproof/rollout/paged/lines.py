@@ -8,9 +8,9 @@ import numpy as np
 import torch
 
 from shardproof.rollout.paged.memory import Memory
-from shardproof.rollout.paged.progress import uniform_lines, upload
+from shardproof.rollout.paged.progress import uniform_lines
 from shardproof.rollout.paged.schedule import Row
-from shardproof.rollout.paged.slots import Slots
+from shardproof.rollout.paged.slots import Slots, upload
 from shardproof.rollout.recording import Recorder
 
 

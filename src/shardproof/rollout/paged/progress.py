@@ -9,7 +9,7 @@ import torch
 
 from shardproof.rollout.decode import choose
 from shardproof.rollout.engine import Sampling
-from shardproof.rollout.paged.slots import Slots
+from shardproof.rollout.paged.slots import Slots, upload
 
 _SPLIT_MIX = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
@@ -45,12 +45,6 @@ def uniform_lines(seeds: Sequence[int], num: int, device: torch.device) -> torch
 def _shifted(numbers: torch.Tensor, by: int) -> torch.Tensor:
     """Shifted to the right, as if they had no sign."""
     return (numbers >> by) & ((1 << (64 - by)) - 1)
-
-
-def upload(numbers: np.ndarray, device: torch.device) -> torch.Tensor:
-    """On the device, without waiting for what it does."""
-    found = torch.from_numpy(numbers)
-    return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found.to(device)
 
 
 class Watch:

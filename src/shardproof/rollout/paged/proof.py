@@ -20,8 +20,7 @@ from shardproof.model.families import max_positions
 from shardproof.rollout.engine import Sampling
 from shardproof.rollout.paged.blocks import BLOCK, blocks_for
 from shardproof.rollout.paged.memory import Memory
-from shardproof.rollout.paged.progress import upload
-from shardproof.rollout.paged.slots import Slots
+from shardproof.rollout.paged.slots import Slots, upload
 
 _STEPS = 3
 # Lengths of the prompts. Steps after them cross the borders of blocks of 64 cached tokens; after the long ones they read

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
+import numpy as np
 import torch
+
+
+def upload(numbers: np.ndarray, device: torch.device) -> torch.Tensor:
+    """On the device, without waiting for what it does."""
+    found = torch.from_numpy(numbers)
+    return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found.to(device)
 
 
 @dataclass(frozen=True)
@@ -78,6 +86,11 @@ class Slots:
         tables = torch.zeros(rows, self.tables.shape[1], dtype=torch.int32, device=blank.device)
         return replace(self, **_of_state(blank), tables=tables)
 
+    def begin(self, positions: Sequence[int], lines: Sequence[int], steps: Sequence[int]) -> None:
+        """Put a request into each slot: the position of the last token it read, its line, tokens it has drawn."""
+        given = upload(np.array([positions, lines, steps]), self.state.device)
+        self.state[1:].copy_(given, non_blocking=True)
+
     def clear(self) -> None:
         """Take all requests out."""
         self.state.copy_(_blank(self.rows, len(self.done), self.state.device))
@@ -85,7 +98,8 @@ class Slots:
 
 
 def _blank(rows: int, lines: int, device: torch.device) -> torch.Tensor:
-    state = torch.zeros(4, rows, dtype=torch.int64, device=device)
+    # Each part begins at a multiple of 16 bytes: Triton compiles other kernels for other addresses.
+    state = torch.zeros(4, -(-rows // 2) * 2, dtype=torch.int64, device=device)[:, :rows]
     state[2] = lines - 1
     return state
 

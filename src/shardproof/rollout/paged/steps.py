@@ -179,7 +179,7 @@ class Steps:
         if problem is None:
             return launch
         self._launches.clear()
-        self._step = None
+        self._step = self._pool = None
         way = "fused" if self._ways.fused else "attention" if self._ways.attention else "graphs"
         setattr(self._ways, way, False)
         logger.warning("decoding without %s: %s", _SAID[way], problem)
