@@ -2,7 +2,8 @@
 
 What is compiled is a module's `forward`, not the module: FSDP's hooks and activation checkpointing run around it as
 they always do, and no name in the module changes. All blocks of one class share one compilation. Token counts are
-symbols in it, so micro-batches of other lengths use it too.
+symbols in it, so micro-batches of other lengths use it too. Scoring without gradients runs what training runs, and drops
+what a backward pass would need block by block: another compilation would double the time that the first step takes.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from functools import cache
+from functools import cache, update_wrapper
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 
 from shardproof.model import hf_private
@@ -44,7 +46,49 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 def compile_blocks(model: PreTrainedModel) -> None:
     """Compile the forward of every block; nothing happens before its first call."""
     for part in _parts(model):
-        part.forward = torch.compile(part.forward, dynamic=True)
+        part.forward = _Forward(part)
+
+
+class _Forward:
+    """A part's compiled forward, as training runs it, also where no gradient is wanted."""
+
+    def __init__(self, part: nn.Module):
+        update_wrapper(self, part.forward)
+        self._part = part
+        self._compiled = torch.compile(part.forward, dynamic=True)
+        self._can_share = not _is_random(part)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        part = self._part
+        trains = any(param.requires_grad for param in part.parameters())
+        if torch.is_grad_enabled() or not self._can_share or not trains:
+            return self._compiled(*args, **kwargs)
+        was_training = part.training
+        part.train()
+        try:
+            with torch.enable_grad():
+                args = tuple(map(_as_in_training, args))
+                kwargs = {name: _as_in_training(value) for name, value in kwargs.items()}
+                return tree_map_only(torch.Tensor, torch.Tensor.detach, self._compiled(*args, **kwargs))
+        finally:
+            part.train(was_training)
+
+
+def _as_in_training(value: Any) -> Any:
+    """Hidden states, which have a gradient in training; whatever else a block is given has none."""
+    if isinstance(value, torch.Tensor) and value.is_floating_point():
+        return value.detach().requires_grad_()
+    return value
+
+
+def _is_random(part: nn.Module) -> bool:
+    """Whether something in a part is drawn in training and only there: dropout, or noise on what a router sees."""
+    for module in part.modules():
+        names = ["p"] if "dropout" in type(module).__name__.lower() else []
+        names += [name for name in vars(module) if any(word in name for word in ("drop", "jitter", "noise"))]
+        if any(isinstance(getattr(module, name, None), float) and getattr(module, name) for name in names):
+            return True
+    return False
 
 
 def forget_compiled(model: PreTrainedModel) -> None:
@@ -60,7 +104,7 @@ def is_compiled(model: PreTrainedModel) -> bool:
 
 
 def _has_compiled_forward(module: nn.Module) -> bool:
-    return hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
+    return isinstance(vars(module).get("forward"), _Forward)
 
 
 def uncompiled() -> AbstractContextManager[None]:

@@ -86,8 +86,9 @@ def _adder(fsdp_param: Any) -> Callable[[torch.Tensor], None]:
     def add(gathered: torch.Tensor) -> None:
         grad, gathered.grad = gathered.grad, None
         assert grad is not None
-        grad = grad.to(fsdp_param.reduce_dtype or grad.dtype)
-        param = fsdp_param.sharded_param
+        param, reduced = fsdp_param.sharded_param, fsdp_param.reduce_dtype
+        if reduced is not None and reduced.itemsize < grad.dtype.itemsize:
+            grad = grad.to(reduced)  # as it would have been rounded on its way to the other ranks
         if param.grad is None:
             param.grad = fsdp_param.to_sharded_dtensor(grad.to(param.dtype))
         else:
