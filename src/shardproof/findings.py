@@ -80,6 +80,8 @@ CODES: dict[str, tuple[str, str]] = {
     "R510": ("the engine's and the trainer's log-probs of sampled tokens drift apart",
              "lower rollout.ahead or the learning rate, or use algorithm.correction=mis or icepop"),
     "R511": ("recorded experts do not belong to the tokens that are trained on", "do not train on this batch; the message names trajectory, layer and token"),
+    "R512": ("engine and trainer compute different log-probs in exact mode",
+             "resume from the last checkpoint; if it happens again, set rollout.exact=false and report the model's config"),
 }  # fmt: skip
 
 

@@ -65,7 +65,7 @@ class Recipe(Section):
     @model_validator(mode="after")
     def _fits_together(self) -> Recipe:
         """Combinations that cannot work, refused before anything starts."""
-        checks = (_algorithm, _roles, _divergence, _sampling, _float8, _turns, _batching)
+        checks = (_algorithm, _roles, _divergence, _sampling, _float8, _exact, _turns, _batching)
         problem = next(filter(None, (check(self) for check in checks)), None)
         if problem is not None:
             raise ValueError(problem)
@@ -87,6 +87,8 @@ class Recipe(Section):
         """How far log-probs of engine and trainer may be apart after a sync."""
         if self.rollout.canary_tolerance is not None:
             return self.rollout.canary_tolerance
+        if self.rollout.exact:
+            return 0.0
         return 1e-3 if self.model.compute_dtype == "float32" else 0.5
 
 
@@ -111,6 +113,8 @@ def spec_problem(recipe: Recipe, spec: AlgorithmSpec) -> str | None:
         return f"rollout.replay_experts is for algorithms that sample, not for {name}"
     if not spec.samples and recipe.rollout.fp8 != "off":
         return f"rollout.fp8 is for algorithms that sample, not for {name}"
+    if not spec.samples and recipe.rollout.exact:
+        return f"rollout.exact is for algorithms that sample, not for {name}"
     if spec.compares_group and recipe.rollout.group_size < 2:
         return f"rollout.group_size=1: {name} compares completions of one prompt and needs at least 2"
     if settings.credit == "turn" and not spec.compares_group:
@@ -178,6 +182,41 @@ def _float8(recipe: Recipe) -> str | None:
         return f"{key} is for rollout.engine='embedded', not for {rollout.engine!r}: remove the key"
     if rollout.exact:
         return f"{key} with rollout.exact=true: rounded weights cannot give the trainer's log-probs; choose one of them"
+    return None
+
+
+def _exact(recipe: Recipe) -> str | None:
+    model, rollout, settings = recipe.model, recipe.rollout, recipe.algorithm
+    reasons = {
+        f"rollout.engine={rollout.engine!r}": (
+            rollout.engine != "embedded",
+            "only the embedded engine runs the trainer's own operations",
+        ),
+        f"model.sequence_parallel={model.sequence_parallel}": (
+            model.sequence_parallel > 1,
+            "attention is not exact when its heads are spread over ranks; set it to 1",
+        ),
+        "model.lora": (
+            model.lora is not None,
+            "the engine merges the adapters into its weights, which rounds them; remove the section",
+        ),
+        "model.compile=true": (model.compile is True, "compiled blocks are rounded differently; remove it"),
+        f"rollout.top_p={rollout.top_p}": (
+            rollout.top_p < 1.0,
+            "the engine reports probabilities within the nucleus; set it to 1.0",
+        ),
+        f"rollout.ahead={rollout.ahead}": (
+            rollout.ahead > 0,
+            "tokens are drawn with older weights than the trainer's; set it to 0",
+        ),
+        f"algorithm.updates_per_batch={settings.updates_per_batch}": (
+            settings.updates_per_batch > 1 and settings.trust_region == "behaviour",
+            "with algorithm.trust_region='behaviour' later updates have newer weights; use 'proximal'",
+        ),
+    }
+    for key, (is_set, reason) in reasons.items():
+        if rollout.exact and is_set:
+            return f"rollout.exact=true does not work with {key}: {reason}, or set rollout.exact=false"
     return None
 
 

@@ -8,6 +8,7 @@ soft caps). Any other argument is refused by name.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from math import lcm
 from typing import Any
 
@@ -43,9 +44,12 @@ def packed_attention(
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     is_causal: bool | None = None,
+    attend: Callable[..., torch.Tensor] | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """Causal attention inside each packed sequence: [1, heads, tokens, dim] to [1, tokens, heads, dim].
+
+    `attend` computes what `attend_packed` does, in another way.
 
     Collective: the sequence-parallel group, when the packing has one.
     """
@@ -62,7 +66,11 @@ def packed_attention(
         query, key, value = (exchange.split_heads(x) for x in (query, key, value))
         if s_aux is not None:
             s_aux = s_aux.chunk(exchange.size)[exchange.rank]
-    if s_aux is not None or softcap is not None:
+    # The ways of `attend_packed` stand here once more: in a function that is called from here, dynamo goes wrong where it
+    # has to interrupt a compiled graph.
+    if attend is not None:
+        out = attend(query, key, value, packing, scaling, sliding_window, softcap, s_aux)
+    elif s_aux is not None or softcap is not None:
         out = _by_sequence(_plain, query, key, value, packing, scaling, sliding_window, softcap, s_aux)
     elif _flash_fits(query, value):
         out = _flash(query, key, value, packing, scaling, sliding_window)
@@ -74,6 +82,24 @@ def packed_attention(
 
 
 AttentionInterface.register(PACKED, packed_attention)
+
+
+def attend_packed(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    packing: Packing,
+    scaling: float | None,
+    window: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attention inside each packed sequence by the fastest kernel that knows its arguments; [1, heads, tokens, dim]."""
+    if sinks is not None or softcap is not None:
+        return _by_sequence(_plain, query, key, value, packing, scaling, window, softcap, sinks)
+    if _flash_fits(query, value):
+        return _flash(query, key, value, packing, scaling, window)
+    return _by_sequence(_sdpa, query, key, value, packing, scaling, window)
 
 
 def _refuse_unknown(

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
+from shardproof.model import exact
 from shardproof.model.compiling import can_compile, fused
 
 # Elements of one chunk of logits: a handful of float32 chunks of 128 MiB exist at a time. Where a chunk's arithmetic is
@@ -85,7 +86,7 @@ class _ChunkedHead(torch.autograd.Function):
         want_entropy: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         settings = (temperature, facts.scale, facts.softcap, want_entropy)
-        read = fused(_read_chunk, hidden)
+        read = fused(_read_chunk, hidden) if not exact.active() else _read_exactly
         parts = []
         for rows in _chunks(hidden, weight):
             z = nn.functional.linear(hidden[rows], weight, bias)
@@ -153,6 +154,21 @@ def _read_chunk(
     if not want_entropy:
         return logp, norm, norm.new_empty(0)
     return logp, norm, norm - ((z - norm[:, None]).exp() * z).sum(-1)
+
+
+def _read_exactly(
+    z: torch.Tensor,
+    targets: torch.Tensor,
+    temperature: float,
+    scale: float,
+    softcap: float | None,
+    want_entropy: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`_read_chunk` with the log-probs that an exact engine gives; of heads without a scale or a soft cap."""
+    logps, norms = exact.token_logprobs(z, targets, temperature)
+    if not want_entropy:
+        return logps, norms, norms.new_empty(0)
+    return logps, norms, _read_chunk(z, targets, temperature, scale, softcap, True)[2]
 
 
 def _differentiate_chunk(

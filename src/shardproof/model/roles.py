@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from shardproof.model import exact
 from shardproof.model.head import HeadFacts, token_logprobs
 from shardproof.model.packing import Packing
 from shardproof.model.router import balancing_statistics
@@ -72,6 +73,8 @@ class RoleModule(nn.Module):
             logits = output.logits[0].float() / temperature
             every = torch.log_softmax(logits, dim=-1)
             logps = every.gather(1, targets[:, None]).squeeze(1)
+            if exact.active():
+                logps = exact.scored_tokens(output.logits[0], targets, temperature)
             entropy = -(every.exp() * every).sum(-1) if want_entropy else logps.new_empty(0)
         else:
             output = self.model.base_model(**inputs)

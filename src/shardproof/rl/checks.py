@@ -11,12 +11,12 @@ from transformers import AutoTokenizer, PretrainedConfig
 from shardproof.config.schema import Model, Recipe, Rollout
 from shardproof.environments.pool import EnvironmentPool
 from shardproof.errors import fail
-from shardproof.model.families import check_sequence_parallel, max_positions
+from shardproof.model.families import check_sequence_parallel, max_positions, why_not_packed
 from shardproof.model.inventory import take_inventory
 from shardproof.model.roles import POLICY
 from shardproof.model.routing import check_replayable
 from shardproof.model.skeleton import build_skeleton
-from shardproof.rl.algorithms.registry import check_algorithm, find_algorithm
+from shardproof.rl.algorithms.registry import check_algorithm, find_algorithm, make_algorithm
 from shardproof.rl.conversations.conversation import Rules
 from shardproof.rl.conversations.prepare import (
     SOURCE,
@@ -62,6 +62,8 @@ def check_inputs(recipe: Recipe, pool: EnvironmentPool | None = None) -> Inputs:
     config = read_config(folder, recipe.model.trust_remote_code)
     if recipe.rollout.replay_experts:
         check_replayable(config)
+    if recipe.rollout.exact:
+        check_exact(recipe, config)
     tokenizer = _load_tokenizer(folder, recipe.model.trust_remote_code)
     for spec in recipe.reward.functions if recipe.reward is not None else []:
         find_reward(spec.name)
@@ -191,6 +193,20 @@ def _require_room(recipe: Recipe, prompts: list[Prompt], limit: int | None) -> N
             where = f"environment.max_tokens={limit}"
         message = f"a prompt of {num} tokens with {what} does not fit {where}: {longest.text[:60]!r}."
         raise fail("C005", "data", message, fix="leave long rows out, or lower rollout.max_new_tokens")
+
+
+def check_exact(recipe: Recipe, config: PretrainedConfig) -> None:
+    """Raise if the log-probs of engine and trainer cannot be equal, or not be compared, with this model and algorithm."""
+    key, fix = "rollout.exact=true does not work with", "set rollout.exact=false"
+    reason = why_not_packed(config)
+    if reason is not None:
+        raise fail("C001", "rollout", f"{key} {config.model_type!r}: {reason}.", fix=fix)
+    loss = make_algorithm(recipe.algorithm, recipe.rollout).loss
+    if "mismatch/max" not in loss.metrics:
+        message = (
+            f"{key} {recipe.algorithm.name!r}: its loss does not report 'mismatch/max', which proves that it is."
+        )
+        raise fail("C001", "rollout", message, fix=f"build the loss with shardproof.policy_gradient, or {fix}")
 
 
 def check_ahead(rollout: Rollout) -> None:

@@ -1,4 +1,4 @@
-"""A warning when the engine's and the trainer's probabilities of the sampled tokens drift apart."""
+"""A warning when the engine's and the trainer's probabilities of the sampled tokens drift apart; a fault in exact mode."""
 
 from __future__ import annotations
 
@@ -6,14 +6,30 @@ import statistics
 from collections import deque
 from collections.abc import Mapping
 
+from shardproof.errors import fail
 from shardproof.findings import Finding
 
-_METRIC = "mismatch/kl"
+_METRIC, _LARGEST = "mismatch/kl", "mismatch/max"
 _FEW = 3  # steps whose median is the mismatch now: one odd batch says nothing
 _MANY = 20  # steps whose median is the mismatch as it was
 _TIMES = 5.0  # how much larger counts as grown
 _FLOOR = 0.01  # nats per token; below, rounding and ordinary lag explain it
 _PAUSE = 50  # steps between two warnings
+
+
+def require_exact(step: int, metrics: Mapping[str, float]) -> None:
+    """Raise R512 unless engine and trainer gave every trained token the same log-prob, bit for bit.
+
+    All ranks have the same metrics, so all raise. A step that had nothing to train on has no mismatch.
+    """
+    gap = metrics.get(_LARGEST, 0.0)
+    if gap != 0.0:
+        mean = metrics.get("mismatch/mean", float("nan"))
+        message = (
+            f"step {step}: log-probs of engine and trainer differ by up to {gap:.3g} ({mean:.3g} on average), and "
+            "rollout.exact=true promises that they are equal."
+        )
+        raise fail("R512", "update", message)
 
 
 class MismatchWatch:

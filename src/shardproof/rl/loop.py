@@ -14,6 +14,7 @@ from shardproof.dist.launch import init_distributed
 from shardproof.findings import Finding
 from shardproof.rl.agreement import agree_on
 from shardproof.rl.conversations.measures import NAME
+from shardproof.rl.drift import require_exact
 from shardproof.rl.evaluation import RunningEvaluation, evaluate
 from shardproof.rl.experience import Experience, collect
 from shardproof.rl.folder import RunFolder, resume_last, save, save_model
@@ -114,8 +115,10 @@ def one_step(run: Run, step: int, folder: RunFolder) -> dict[str, float]:
     generated = time.perf_counter()
     updates = _update(run, experience)
     updated = time.perf_counter()
-    metrics = experience.metrics | proved | _sync(run, step + 1, folder)
-    metrics |= step_metrics(run.algorithm, updates)
+    measured = step_metrics(run.algorithm, updates)
+    if run.recipe.rollout.exact:
+        require_exact(step + 1, measured)
+    metrics = experience.metrics | proved | _sync(run, step + 1, folder) | measured
     _warn(folder, step + 1, run.drift.see(step + 1, metrics))
     seconds = time.perf_counter() - started
     tokens = sum(run.share.once(exchange(sum(experience.batch.lengths))))

@@ -19,6 +19,8 @@ from shardproof.dist.mesh import make_mesh
 from shardproof.environments.pool import EnvironmentPool
 from shardproof.errors import fail
 from shardproof.export.stream import WeightStream
+from shardproof.model.exact import make_exact
+from shardproof.model.roles import RoleModule
 from shardproof.rl.agreement import agree_on
 from shardproof.rl.algorithms.base import Algorithm
 from shardproof.rl.algorithms.registry import make_algorithm
@@ -113,6 +115,8 @@ def _load(
     logger.info("%d prompts to train on, %d held out", len(inputs.prompts), len(inputs.held_out))
     load_role = partial(_load_role, recipe, config=inputs.config, ledger=ledger, step=step)
     policy = load_role(None, "policy")
+    if recipe.rollout.exact:
+        make_exact(policy.model, policy.device, *(m for m in policy.module.modules() if isinstance(m, RoleModule)))
     needs_reference = "ref_logps" in algorithm.columns and recipe.model.lora is None
     reference = load_role(recipe.reference, "reference") if needs_reference else None
     critic = None
@@ -261,6 +265,8 @@ def make_engine(recipe: Recipe, policy: ShardedModel, replay: ExpertShape | None
             replay,
             kv_cache_gib=rollout.kv_cache_gib,
             fp8=rollout.fp8,
+            exact=rollout.exact,
+            sleeps=rollout.sleep,
         )
 
 
@@ -300,7 +306,7 @@ def _load_role(
         checkpoint_activations=model.checkpoint_activations if role != "reference" else False,
         reshard_after_forward=model.reshard_after_forward,
         trust_remote_code=model.trust_remote_code,
-        compile=model.compile,
+        compile=False if recipe.rollout.exact and role == "policy" else model.compile,
     )
     return proved_load(ledger, step, role, make)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,6 +11,9 @@ import torch
 from torch.nn.functional import pad
 from transformers import Cache, PreTrainedModel
 
+from shardproof.model import hf_private
+from shardproof.model.exact import token_logprobs
+from shardproof.model.exact_attention import COLUMNS, Columns
 from shardproof.rollout.engine import Request, Sampling
 from shardproof.rollout.expert_records import new_record
 from shardproof.rollout.experts import Experts
@@ -38,6 +41,19 @@ def last_logits(
         logits_to_keep=1,
     )
     return output.logits[:, -1]
+
+
+def exact_logits(
+    model: PreTrainedModel,
+    ids: torch.Tensor,
+    mask: torch.Tensor,
+    positions: torch.Tensor,
+    cache: Cache,
+) -> torch.Tensor:
+    """`last_logits` of a model that `make_exact` has prepared, on a CPU."""
+    columns = Columns(mask, ids.shape[1])
+    with hf_private.attention_implementation(model, COLUMNS):
+        return last_logits(partial(model, columns=columns), ids, mask, positions, cache)
 
 
 def decode(
@@ -161,36 +177,6 @@ class _Running:
         kept.keep((*request.tokens, *drawn[:-1]), len(request.tokens), states, experts)
 
 
-class Prefilled:
-    """Requests whose prompts have been read: a row for each request, with its keys, values and first logits."""
-
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        requests: Sequence[Request],
-        device: torch.device,
-        kept: KeptTurns | None = None,
-        recorder: Recorder | None = None,
-    ):
-        prompts = Prompts(requests, model.config, device, kept, recorder)
-        logits = prompts.read(partial(last_logits, model))
-        self._chosen = prompts.prompt_of
-        self.logits = logits[self._chosen]
-        self.mask = prompts.mask[self._chosen].bool()
-        self.length = self.mask.shape[1]
-        self.last_positions = prompts.last_positions[self._chosen]
-        self._prompts = prompts
-
-    def experts(self, row: int) -> np.ndarray:
-        """Those of a prompt's tokens, where they are recorded."""
-        return self._prompts.experts(row)
-
-    def layers(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """(keys, values) of each layer, [rows, heads, length, width]."""
-        for layer in self._prompts.cache.layers:
-            yield self._prompts.states(layer, self._chosen)
-
-
 def draw(
     logits: torch.Tensor, seeds: Sequence[int], step: int, sampling: Sampling
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -209,7 +195,8 @@ def choose(
     blocks = _weigh(logits, sampling.temperature)
     if sampling.top_p < 1.0:
         blocks = _nucleus(blocks.flatten(1), sampling.top_p).view_as(blocks)
-    return _invert(blocks, uniform, logits.shape[1])
+    tokens, logprobs = _invert(blocks, uniform, logits.shape[1])
+    return tokens, token_logprobs(logits, tokens, sampling.temperature)[0] if sampling.exact else logprobs
 
 
 def _weigh(logits: torch.Tensor, temperature: float) -> torch.Tensor:

@@ -28,6 +28,7 @@ class Sampling:
     temperature: float = 1.0
     top_p: float = 1.0
     stop_ids: tuple[int, ...] = ()
+    exact: bool = False  # log-probs are computed as an exact trainer computes them (docs/exact.md)
 
     def __post_init__(self) -> None:
         require_number("rollout", "max_new_tokens", self.max_new_tokens, at_least=1)

@@ -10,6 +10,7 @@ import torch
 
 from shardproof.model import hf_private
 from shardproof.model.attention import PACKED
+from shardproof.model.exact_attention import PACKED as EXACT_PACKED
 from shardproof.model.head import head_facts
 from shardproof.model.roles import CRITIC
 from shardproof.model.routing import Routers
@@ -32,7 +33,7 @@ class Scoring:
 
     @property
     def packed(self) -> bool:
-        return self.attention == PACKED
+        return self.attention in (PACKED, EXACT_PACKED)
 
 
 def vocabulary_size(policy: ShardedModel) -> int:

@@ -13,8 +13,10 @@ from shardproof.dist.collectives import exchange
 from shardproof.errors import fail
 from shardproof.model.attention import PACKED
 from shardproof.model.compiling import forget_compiled, is_compiled, uncompiled
+from shardproof.model.exact import is_exact
+from shardproof.model.exact_attention import PACKED as EXACT_PACKED
 from shardproof.model.families import max_positions, num_experts, why_not_packed
-from shardproof.model.head import can_chunk
+from shardproof.model.head import HeadFacts, can_chunk, head_facts
 from shardproof.model.roles import CRITIC
 from shardproof.shard.sharded_model import ShardedModel
 from shardproof.train.batching import Batch
@@ -67,6 +69,9 @@ def _find_scoring(policy: ShardedModel) -> tuple[Scoring, Yardstick]:
     if policy.sequence_parallel > 1:
         message = f"{policy.model.config.model_type!r} cannot run with sequence parallelism: {[*problems, refused][0]}."
         raise fail("T303", "score", message, fix="load it with sequence_parallel=1")
+    if is_exact(policy.model):
+        message = f"{policy.model.config.model_type!r} cannot run in exact mode: {[*problems, refused][0]}."
+        raise fail("T303", "score", message, fix="set rollout.exact=false")
     return own, yardstick
 
 
@@ -87,6 +92,10 @@ def _ways(policy: ShardedModel, refused: str | None) -> tuple[Scoring, list[Scor
     ]
     if refused is None:
         candidates.insert(0, Scoring(PACKED, chunked, "packed sequences"))
+    if is_exact(policy.model):
+        # An engine gets the logits that the model makes; in chunks, a scale or a cap would be rounded differently.
+        plain = chunked and head_facts(policy.model.config) == HeadFacts()
+        candidates = [Scoring(EXACT_PACKED, plain, "packed sequences, exactly")] if refused is None else []
     if policy.sequence_parallel > 1:
         # Anything but packed attention would compute the whole batch on every rank of a group.
         candidates = candidates[:1] if refused is None else []

@@ -80,7 +80,8 @@ class Algorithm:
         settings = self.settings
         kl = settings.kl_coef if settings.kl_in == "loss" else 0.0
         other_terms = kl or settings.entropy_coef or settings.router_coef or self.spec.has_critic
-        return self.spec.samples and not other_terms
+        # In exact mode every sampled token is compared with the trainer's.
+        return self.spec.samples and not other_terms and not self.rollout.exact
 
     def penalty(self, trajectory: Trajectory) -> float:
         """What is added to a conversation's reward: 0, or less for one with a turn that is too long."""

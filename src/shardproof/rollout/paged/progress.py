@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from shardproof.model.exact import token_logprobs
 from shardproof.rollout.decode import choose
 from shardproof.rollout.engine import Sampling
 from shardproof.rollout.paged.slots import Slots, upload
@@ -27,6 +28,13 @@ def record(slots: Slots, sampling: Sampling, logits: torch.Tensor) -> None:
     slots.steps.add_(going)
     ends = torch.isin(tokens, slots.stops) | (slots.steps >= slots.limits[line])
     slots.done[line] = ends | ~going
+
+
+def note_exactly(slots: Slots, sampling: Sampling, logits: torch.Tensor, before: torch.Tensor) -> None:
+    """Note the log-probs that an exact trainer computes of what was drawn, after `before` tokens of each slot."""
+    line, at = slots.outputs, before.clamp(max=slots.most_new - 1)
+    logprobs, _ = token_logprobs(logits, slots.ids[:, 0].contiguous(), sampling.temperature)
+    slots.logprobs[line, at] = torch.where(slots.steps > before, logprobs, slots.logprobs[line, at])
 
 
 def uniform_lines(seeds: Sequence[int], num: int, device: torch.device) -> torch.Tensor:
