@@ -54,19 +54,20 @@ def measure_engine(
         lengths = generate(prompts, limits)
         assert list(lengths) == list(limits), (list(lengths)[:9], list(limits)[:9])
 
-    if ROWS in parts:
-        for num in options.row_counts:
-            prompts = make_prompts(num, options.prompt, vocabulary)
-            save(ROWS, name, _rows(run, prompts, options), str(num))
-    if TAILS in parts:
-        for num in options.tails:
-            prompts = make_prompts(num, options.prompt, vocabulary)
-            lengths = tail_lengths(num, options.tail_mean, options.tail_longest)
-            save(TAILS, name, _tails(run, prompts, lengths, options), str(num))
-    if PROMPTS in parts:
-        for num, length in options.prompt_cases:
-            prompts = make_prompts(num, length, vocabulary)
-            save(PROMPTS, name, _prompts(run, prompts, options), f"{num} x {length}")
+    for part in parts:
+        if part == ROWS:
+            for num in options.row_counts:
+                prompts = make_prompts(num, options.prompt, vocabulary)
+                save(ROWS, name, _rows(run, prompts, options), str(num))
+        elif part == TAILS:
+            for num in options.tails:
+                prompts = make_prompts(num, options.prompt, vocabulary)
+                lengths = tail_lengths(num, options.tail_mean, options.tail_longest)
+                save(TAILS, name, _tails(run, prompts, lengths, options), str(num))
+        elif part == PROMPTS:
+            for num, length in options.prompt_cases:
+                prompts = make_prompts(num, length, vocabulary)
+                save(PROMPTS, name, _prompts(run, prompts, options), f"{num} x {length}")
 
 
 Run = Callable[[Sequence[Sequence[int]], Sequence[int]], None]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib.util
 import tempfile
 import time
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -133,27 +133,24 @@ def grpo_trl(options: argparse.Namespace, parts: Sequence[str], save: Save) -> N
 
 
 def grpo_trl_vllm(options: argparse.Namespace, parts: Sequence[str], save: Save) -> None:
-    """GRPOTrainer with vLLM colocated; then the same steps without the correction that TRL adds by default with vLLM.
+    """GRPOTrainer with vLLM colocated, which is started once for both parts.
 
-    The correction scores the completions a second time.
+    With vLLM, TRL by default scores the completions a second time, to correct for vLLM's log-probs. The rows that are not
+    corrected leave that out. With long tails only they are measured, in one step: it takes a minute, because TRL pads all
+    completions of a step to the longest.
     """
-    timed = options.grpo_steps
-    steps = _train_grpo(options, VLLM_SETTINGS, 1 + 2 * timed, corrected=1 + timed)
-    lengths = [options.steps] * options.prompts * options.group
-    save(RL, GRPO_VLLM, _grpo_row(steps.until(1 + timed), 1, options, lengths))
-    save(RL, GRPO_VLLM_PLAIN, _grpo_row(steps, 1 + timed, options, lengths))
-
-
-def grpo_tails_trl_vllm(options: argparse.Namespace, parts: Sequence[str], save: Save) -> None:
-    """The same with long tails: one step, after a short one that warms everything up.
-
-    A step takes more than a minute, because TRL pads all completions of a step to the longest.
-    """
-    options = with_tails(options)
-    lengths = tail_lengths(options.prompts * options.group, options.tail_mean, options.tail_longest)
-    short = [min(8, length) for length in lengths]
-    steps = _train_grpo(options, VLLM_SETTINGS, 2, limits=[short, lengths])
-    save(RL_TAILS, GRPO_VLLM, _grpo_row(steps, 1, options, lengths))
+    if RL in parts:
+        timed = options.grpo_steps
+        steps = _train_grpo(options, VLLM_SETTINGS, 1 + 2 * timed, corrected=1 + timed)
+        lengths = [options.steps] * options.prompts * options.group
+        save(RL, GRPO_VLLM, _grpo_row(steps.until(1 + timed), 1, options, lengths))
+        save(RL, GRPO_VLLM_PLAIN, _grpo_row(steps, 1 + timed, options, lengths))
+    if RL_TAILS in parts:
+        options = with_tails(options)
+        lengths = tail_lengths(options.prompts * options.group, options.tail_mean, options.tail_longest)
+        short = [min(8, length) for length in lengths]
+        steps = _train_grpo(options, VLLM_SETTINGS, 2, limits=[short, lengths], corrected=0)
+        save(RL_TAILS, GRPO_VLLM_PLAIN, _grpo_row(steps, 1, options, lengths))
 
 
 class _Steps(NamedTuple):
@@ -162,10 +159,11 @@ class _Steps(NamedTuple):
     history: list[dict[str, float]]
     ended: list[float]
     rollouts: list[float]
+    peak_bytes: int
 
     def until(self, num: int) -> _Steps:
         """The first of them."""
-        return _Steps(self.history[:num], self.ended[:num], self.rollouts[:num])
+        return _Steps(self.history[:num], self.ended[:num], self.rollouts[:num], self.peak_bytes)
 
 
 def _train_grpo(
@@ -198,6 +196,10 @@ def _train_grpo(
         return [characters("", completion, {}) for completion in completions]
 
     num = options.prompts * options.group
+    if options.device == "cuda":
+        gc.collect()  # an earlier trainer
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
     with tempfile.TemporaryDirectory() as folder:
         config = GRPOConfig(
             **_trainer_settings(folder, num_steps, options),
@@ -215,7 +217,7 @@ def _train_grpo(
         model = plain_model(torch.float32, options)
         tokenizer = make_tokenizer(model.config.vocab_size)
         if settings["use_vllm"]:
-            _serve_from(served_folder(options), model)
+            _serve_from(served_folder(options), model, options)
         clock = _trainer_clock(options.device)
         trainer = Timed(
             model=model,
@@ -229,15 +231,25 @@ def _train_grpo(
             _limit(trainer.vllm_generation.llm, limits, rollouts)
         trainer.train()
     history = [row for row in trainer.state.log_history if "reward" in row]
-    return _Steps(history, clock.ended, rollouts)
+    return _Steps(history, clock.ended, rollouts, peak_bytes(options.device))
 
 
-def _serve_from(folder: str, model: Any) -> None:
+_started: list[Any] = []  # the one `vllm.LLM` of this process
+
+
+def _serve_from(folder: str, model: Any, options: argparse.Namespace) -> None:
     """Let TRL start vLLM from a folder without weights: they are random, and the first step brings the trainer's."""
     from trl.generation import vllm_generation
+    from vllm import LLM
+
+    def start(**settings: Any) -> Any:
+        if not _started:
+            rows = max(options.prompts, options.tail_prompts) * options.group
+            _started.append(LLM(**{**settings, "load_format": "dummy", "max_num_seqs": rows}))
+        return _started[0]
 
     model.name_or_path = folder
-    vllm_generation.LLM = partial(vllm_generation.LLM, load_format="dummy")
+    vllm_generation.LLM = start
 
 
 def _limit(llm: Any, limits: Sequence[Sequence[int]], rollouts: list[float]) -> None:
@@ -266,7 +278,7 @@ def _grpo_row(steps: _Steps, first: int, options: argparse.Namespace, lengths: S
     step = (steps.ended[-1] - steps.ended[first - 1]) / timed
     rollout = sum(steps.rollouts[first:]) / timed
     row = {"step_s": step, "rollout_s": rollout, "update_s": step - rollout, "sync_s": 0.0}
-    row |= {"peak_bytes": peak_bytes(options.device), "micro_batch": options.trl_completions}
+    row |= {"peak_bytes": steps.peak_bytes, "micro_batch": options.trl_completions}
     return {**row, "tokens": sum(lengths)}
 
 
