@@ -15,7 +15,7 @@ from torch import nn
 from transformers import AttentionInterface, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from shardproof.model import hf_private
+from shardproof.model import exact, exact_attention, hf_private
 from shardproof.model.families import MOVING_ROPE, rope_types
 from shardproof.rollout.paged.blocks import BLOCK
 from shardproof.rollout.paged.cache import PagedCache
@@ -103,7 +103,8 @@ class ModelStep:
     ) -> torch.Tensor:
         """Attention of one layer, [rows, 1, heads, width]."""
         assert self._slots is not None
-        found = self._attend(
+        attend = exact_attention.attend_step if exact.active() else self._attend
+        found = attend(
             query[:, :, 0],
             key[:, :, 0],
             value[:, :, 0],

@@ -15,11 +15,11 @@ from transformers import PreTrainedModel
 from shardproof.model import hf_private
 from shardproof.model.compiling import can_compile
 from shardproof.model.exact import is_exact
-from shardproof.model.exact_attention import attend_step
 from shardproof.rollout.engine import Sampling
 from shardproof.rollout.fused import FusedStep, can_fuse
 from shardproof.rollout.paged import graphs, progress
-from shardproof.rollout.paged.memory import Memory, padded_rows
+from shardproof.rollout.paged.compiling import compile_together
+from shardproof.rollout.paged.memory import SIZES, Memory, padded_rows
 from shardproof.rollout.paged.model_step import ModelStep, attend_plain
 from shardproof.rollout.paged.proof import Truth, compare_draws, compare_step, find_truth
 from shardproof.rollout.paged.slots import Slots
@@ -96,6 +96,7 @@ class Steps:
         self._went_plain: dict[Key, int] = {}  # in which call, for few tokens
         self._version = -1  # of the memory that graphs work in
         self._proved: set[tuple[Any, ...]] = set()  # comparisons that were passed
+        self._compiled: set[int] = set()  # sizes whose kernels are there
         self._waits: bool | None = None  # whether the host waits in the model's own step
         self._truth: Truth | None = None
         self._pool: Any = None
@@ -113,6 +114,29 @@ class Steps:
         """Free all graphs. Comparisons that were passed are remembered."""
         self._launches.clear()
         self._pool = self._step = self._truth = None
+
+    def compile_ahead(
+        self, rows: int, sampling: Sampling, num_tokens: int, others: list[Callable[[], object]]
+    ) -> None:
+        """Compile the kernels of a call's steps, of all sizes that it may go through, and of `others`, side by side."""
+        most = padded_rows(rows, self._memory.slots.rows)
+        sizes = {*(size for size in SIZES if size < most), most} if num_tokens >= _WORTH_CAPTURING else set()
+        by_kernel = self._ways.fused or self._ways.attention
+        sizes = sizes - self._compiled if by_kernel else set()
+        if not can_compile(self._device, self._model.dtype) or not (sizes or others):
+            return
+        self._compiled |= sizes
+        launches = [partial(self._rehearse, size, sampling.temperature) for size in sorted(sizes)]
+        compile_together([*others, *launches], self._device)
+
+    def _rehearse(self, size: int, temperature: float) -> None:
+        """Launch the kernels of a step where it does no harm."""
+        slots, logits = self._memory.slots.scratch(size), torch.empty_like(self._memory.logits[:size])
+        self._fastest()(slots, logits)
+        if self._ways.draws:
+            from shardproof.rollout.paged.draw_kernels import record  # Triton may not be there
+
+            record(slots, temperature or 1.0, logits)
 
     def draw(self, slots: Slots, sampling: Sampling, logits: torch.Tensor) -> None:
         """Draw a token for each of these slots, and note it."""
@@ -199,9 +223,7 @@ class Steps:
 
     def _fastest(self) -> Step:
         if self._step is None:
-            if is_exact(self._model):
-                self._step = ModelStep(self._model, self._memory.cache, attend_step)
-            elif self._ways.fused:
+            if self._ways.fused:
                 self._step = FusedStep(self._model, self._memory.cache, self._memory.slots.tables.shape[1])
             else:
                 from shardproof.rollout.paged.attention_kernels import (
