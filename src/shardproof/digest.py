@@ -8,7 +8,7 @@ digests of 8-byte-aligned shards of a tensor add up to the digest of the whole.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
 
 import numpy as np
@@ -72,7 +72,7 @@ def _digest(tensor: torch.Tensor, first_word: int = 0) -> torch.Tensor:
         words = raw[:whole].view(torch.int64)
         fused = _kernel(raw.device) if first_word == 0 and raw.device.type == "cuda" else None
         if fused is not None:
-            parts.append(fused(words[None], _column_weights(str(raw.device)))[0])
+            parts.append(fused([words], _column_weights(str(raw.device)))[0])
         else:
             parts += _digest_words(words, first_word)
     if whole < raw.numel():
@@ -138,38 +138,49 @@ def _row_sums(block: torch.Tensor) -> torch.Tensor:
 
 def digest_tiles(tiles: torch.Tensor) -> list[int]:
     """The digest of each row of a contiguous matrix: many small tensors for the price of one large one."""
-    return lazy_digests(tiles).tolist()
+    return lazy_digest_tiles(tiles).tolist()
 
 
-def lazy_digests(tiles: torch.Tensor) -> torch.Tensor:
+def lazy_digest_tiles(tiles: torch.Tensor) -> torch.Tensor:
     """`digest_tiles` as a vector on the device of the matrix: the host does not wait for it."""
     count, nbytes = tiles.shape[0], tiles[0].numel() * tiles.element_size() if len(tiles) else 0
     words = nbytes // 8
-    if not count:
-        return tiles.new_empty(0, dtype=torch.int64)
-    if nbytes % 8 or words == 0 or not tiles.is_contiguous() or tiles.data_ptr() % 8:
-        return torch.stack([_digest(tile) for tile in tiles])
-    matrix = tiles.detach().reshape(-1).view(torch.int64).view(count, words)
-    fused = _kernel(tiles.device) if tiles.device.type == "cuda" else None
-    if fused is not None:
-        return fused(matrix, _column_weights(str(tiles.device)))
-    if words > _COLUMNS and words % _COLUMNS:
-        return torch.stack([_digest(tile) for tile in tiles])
-    sums = _row_sums(matrix.view(-1, min(words, _COLUMNS))).view(count, -1)
+    uneven = nbytes % 8 or words == 0 or (words > _COLUMNS and words % _COLUMNS)
+    if uneven or not tiles.is_contiguous() or tiles.data_ptr() % 8 or tiles.device.type == "cuda":
+        return lazy_digests(list(tiles))
+    matrix = tiles.detach().reshape(-1).view(torch.int64).view(-1, min(words, _COLUMNS))
+    sums = _row_sums(matrix).view(count, -1)
     return (sums * _row_weights(0, sums.shape[1], tiles.device)).sum(1)
 
 
+def lazy_digests(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The digests of tensors of one device, as a vector there: the host does not wait for it."""
+    if not tensors:
+        return torch.empty(0, dtype=torch.int64)
+    device = tensors[0].device
+    fused = _kernel(device) if device.type == "cuda" else None
+    if fused is None or not all(map(_is_plain, tensors)):
+        return torch.stack([_digest(each) for each in tensors])
+    return fused(tensors, _column_weights(str(device)))
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a run of whole words."""
+    nbytes = tensor.numel() * tensor.itemsize
+    return tensor.is_contiguous() and nbytes > 0 and not nbytes % 8 and not tensor.data_ptr() % 8
+
+
 @cache
-def _kernel(device: torch.device) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None:
-    """What digests the rows of a matrix of words in one pass on this GPU; None unless it was seen to be right there."""
+def _kernel(device: torch.device) -> Callable[[Sequence[torch.Tensor], torch.Tensor], torch.Tensor] | None:
+    """What digests many tensors in one pass on this GPU; None unless it was seen to be right there."""
     try:
         from shardproof.digest_kernels import digest_words
 
         columns = _column_weights(str(device))
-        for count, words in ((3, 701), (2, 21 * _COLUMNS + 16)):
-            host = torch.from_numpy(_splitmix64(np.arange(count * words), salt=count)).view(count, words)
-            if digest_words(host.to(device), columns).tolist() != [digest(row) for row in host]:
-                raise ValueError("it computes other digests")
+        sizes = (1, 701, 21 * _COLUMNS + 16)
+        host = [torch.from_numpy(_splitmix64(np.arange(size), salt=size)) for size in sizes]
+        if digest_words([each.to(device) for each in host], columns).tolist() != list(map(digest, host)):
+            raise ValueError("it computes other digests")
     except Exception as error:
         logger.warning("the kernel for digests is not used, which makes syncs slower: %s", error)
         return None

@@ -135,6 +135,8 @@ def gather_rows(row: torch.Tensor) -> torch.Tensor:
     Collective: every rank.
     """
     traffic.messages += 1
+    if dist.get_world_size() == 1:
+        return row[None].clone()
     rows = row.new_empty(dist.get_world_size(), len(row))
     dist.all_gather(list(rows), row.contiguous(), group=control_group())
     traffic.count(rows)

@@ -26,7 +26,8 @@ class DigestShare:
 
     def add(self, digests: Sequence[int] | torch.Tensor) -> None:
         """Take digests; those in a tensor are not waited for before all of them are needed."""
-        self._found.append(digests)
+        if len(digests):
+            self._found.append(digests)
 
     def _mine(self) -> list[int]:
         """What was added, in order, with one wait for the device."""

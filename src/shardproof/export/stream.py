@@ -10,7 +10,7 @@ from types import TracebackType
 import torch
 import torch.distributed as dist
 
-from shardproof.digest import lazy_digests
+from shardproof.digest import lazy_digest_tiles, lazy_digests
 from shardproof.dist.collectives import exchange, gather_rows
 from shardproof.dist.deadline import deadline, mesh_groups
 from shardproof.errors import fail
@@ -26,6 +26,8 @@ from shardproof.weights.mapping import ExportEntry
 from shardproof.weights.writer import TensorMeta
 
 BUCKET_BYTES = 64 * 2**20
+# Of a bucket on a GPU that holds all of the model: nothing is gathered, and each bucket costs a wait.
+ALONE_BYTES = 256 * 2**20
 _DEADLINE_S = 600.0
 
 # (updates, digest) of each model's last payload, and gone with the model.
@@ -59,9 +61,10 @@ class WeightStream:
                 "C001", "export", f"dtype={dtype!r} is not None, 'checkpoint' or a floating torch.dtype."
             )
         self.policy = policy
-        self.gather_bytes = (
-            bucket_bytes // 2
-        )  # sent, received, in order: what is gathered is there three times
+        # Sent, received, in order: what is gathered is there three times.
+        self.gather_bytes = bucket_bytes // 2
+        if policy.mesh.size() == 1 and policy.device.type == "cuda" and bucket_bytes == BUCKET_BYTES:
+            self.gather_bytes = ALONE_BYTES
         self.digests = digests
         self.allow_nonfinite = allow_nonfinite
         self.deadline_s = deadline_s
@@ -116,14 +119,16 @@ class WeightStream:
                 with self._deadline():
                     flats = self.gather_bucket(bucket, layout, gather)
                 seconds += time.perf_counter() - started
-                for entry in bucket:
+                # A GPU takes the digests of a bucket at once; in host memory each tensor goes as soon as it is read.
+                for part in [bucket] if self.policy.device.type == "cuda" else [[entry] for entry in bucket]:
                     started = time.perf_counter()
-                    tensors = make_tensors(entry, flats)
+                    made = [(entry, make_tensors(entry, flats)) for entry in part]
                     if self.digests:
-                        mine = share.next_entry(len(tensors))
-                        share.add(_digest_part(entry, flats, tensors, mine))
-                    for name in entry.sources:
+                        self._digest(made, flats, share)
+                    for name in [name for entry in part for name in entry.sources]:
                         del flats[name]
+                    tensors = [pair for _, pairs in made for pair in pairs]
+                    del made
                     seconds += time.perf_counter() - started
                     tensors.reverse()
                     while tensors:
@@ -137,6 +142,25 @@ class WeightStream:
             agree_to_continue()
             digests = share.merged(map(_digest_order, payload.entries)) if self.digests else {}
         self.receipt = self.make_receipt(digests, seconds + time.perf_counter() - started)
+
+    @staticmethod
+    def _digest(
+        made: Sequence[tuple[ExportEntry, list[tuple[str, torch.Tensor]]]],
+        whole: Mapping[str, torch.Tensor],
+        share: DigestShare,
+    ) -> None:
+        """Take this rank's share of the digests of some entries, in order; the host does not wait for a GPU."""
+        single: list[torch.Tensor] = []
+        for entry, tensors in made:
+            mine = share.next_entry(len(tensors))
+            if entry.tiles is None:
+                single += [tensors[position][1] for position in mine]
+            elif mine:
+                share.add(lazy_digests(single))
+                single = []
+                tiles = whole[entry.sources[0]].reshape(len(entry.tiles), -1)
+                share.add(lazy_digest_tiles(tiles[mine.start : mine.stop]))
+        share.add(lazy_digests(single))
 
     def _deadline(self):  # type: ignore[no-untyped-def]
         return deadline("export", "E406", self.deadline_s, mesh_groups(self.policy.mesh))
@@ -168,11 +192,13 @@ class WeightStream:
         if payload.adapters_needed(sharded):
             agree_to_continue()  # before the first collective of a bucket, or a rank that has stopped would miss it
         adapters = self.gather_adapters(sharded, layout)
-        values = {name: payload.local_values(name, adapters) for name in sharded}
+        values, wholes = payload.bucket_values(sharded, adapters)
         buffers = {
             name: payload.buffers[payload.infos[name].name] for name in names if payload.infos[name].is_buffer
         }
-        agree_to_continue(bad=None if self.allow_nonfinite else first_not_finite(values | buffers))
+        looked_at = [*wholes, *buffers.values()] if wholes else ()
+        bad = None if self.allow_nonfinite else first_not_finite(values | buffers, looked_at)
+        agree_to_continue(bad=bad)
         boxes = {name: layout.boxes[payload.infos[name].name] for name in sharded}
         shapes = {name: payload.infos[name].shape for name in sharded}
         whole = gather(values, Layout(boxes, layout.rank, layout.group), shapes) | buffers
@@ -247,22 +273,6 @@ def _digest_order(entry: ExportEntry) -> list[str]:
     if entry.tiles is None:
         return names
     return [name for _, name in sorted(zip(entry.tiles, names, strict=True))]
-
-
-def _digest_part(
-    entry: ExportEntry,
-    whole: Mapping[str, torch.Tensor],
-    tensors: Sequence[tuple[str, torch.Tensor]],
-    positions: range,
-) -> torch.Tensor | list[int]:
-    """Digests of an entry's tensors at these positions of `_digest_order`; the host does not wait for them."""
-    if not positions:
-        return []
-    if entry.tiles is None:
-        found = [lazy_digests(tensors[position][1].reshape(1, -1)) for position in positions]
-        return found[0] if len(found) == 1 else torch.cat(found)
-    tiles = whole[entry.sources[0]].reshape(len(entry.tiles), -1)
-    return lazy_digests(tiles[positions.start : positions.stop])
 
 
 def _assemble(account: BoxTensor, whole: Mapping[str, torch.Tensor]) -> torch.Tensor:

@@ -43,6 +43,7 @@ from shardproof.weights.reader import TensorEntry
 logger = logging.getLogger(__name__)
 
 CACHE_GIB = 4.0
+_COPIED_BYTES = 256 * 2**20  # of weights that a stream has brought and that are not copied yet
 
 
 class EmbeddedEngine(BatchEngine):
@@ -294,12 +295,17 @@ class _Inlet:
         entries = {meta.name: TensorEntry("", meta.dtype, meta.shape, 0, 0) for meta in stream.metadata()}
         self._model = model
         self._map: CheckpointMap = map_checkpoint(model, dict(state), entries)
-        self._targets: dict[str, list[tuple[torch.Tensor, Piece]]] = {}
+        # Of each tensor of a stream: the parameters it belongs to, and where; None where it is the parameter.
+        self._targets: dict[str, list[tuple[torch.Tensor, Piece | None]]] = {}
         self._wanted = {id(tensor): (name, tensor.numel()) for name, tensor in state.items()}
         self._state = state
         for name, boxes in self._map.boxes.items():
             for piece in boxes.pieces:
-                self._targets.setdefault(piece.source, []).append((state[name], piece))
+                target = state[name]
+                is_whole = piece.shape == piece.source_shape == tuple(target.shape) and piece.dims == tuple(
+                    range(target.ndim)
+                )
+                self._targets.setdefault(piece.source, []).append((target, None if is_whole else piece))
 
     @torch.no_grad()
     def take(self, stream: WeightStream) -> None:
@@ -312,11 +318,17 @@ class _Inlet:
             for source in n
         }
         kept: dict[str, torch.Tensor] = {}
+        copies = _Copies()
         for name, tensor in stream:
             if name in whole:
                 kept[name] = tensor.clone()
             for target, piece in self._targets.get(name, []):
-                written[id(target)] += put(target, piece, cut(tensor, piece.source_box))
+                if piece is None:
+                    copies.add(target, tensor)
+                    written[id(target)] += tensor.numel()
+                else:
+                    written[id(target)] += put(target, piece, cut(tensor, piece.source_box))
+        copies.make()
         for name, conversion in self._map.whole.items():
             self._state[name].copy_(conversion.convert(_Kept(kept), self._model))
             written[id(self._state[name])] += self._state[name].numel()
@@ -326,6 +338,27 @@ class _Inlet:
             for n, size, got in wrong[:3]
         ]
         raise_together(findings)
+
+
+class _Copies:
+    """Copies of whole tensors. On a GPU they wait for each other, since many cost the host little more than one."""
+
+    def __init__(self) -> None:
+        self._targets: list[torch.Tensor] = []
+        self._sources: list[torch.Tensor] = []
+        self._nbytes = 0
+
+    def add(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        self._targets.append(target)
+        self._sources.append(source)
+        self._nbytes += source.nbytes
+        if not target.is_cuda or self._nbytes > _COPIED_BYTES:
+            self.make()
+
+    def make(self) -> None:
+        if self._targets:
+            torch._foreach_copy_(self._targets, self._sources)
+        self._targets, self._sources, self._nbytes = [], [], 0
 
 
 class _Kept:
