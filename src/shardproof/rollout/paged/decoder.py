@@ -73,6 +73,8 @@ class PagedDecoder:
             try:
                 self._memory.begin(needs)
                 self._steps.begin()
+                rehearsals = self._reader.rehearsals(self._memory.cache)
+                self._steps.compile_ahead(needs.rows, sampling, needs.num_tokens, rehearsals)
                 run = _Run(self, requests, sampling, version, kept, found)
                 run.to_the_end()
                 self.stats = run.stats

@@ -40,6 +40,7 @@ class Needs:
     most_new: int
     num_stops: int
     blocks: int
+    num_tokens: int  # to draw, in all
 
     @staticmethod
     def of(requests: Sequence[Request], sampling: Sampling, most_rows: int) -> Needs:
@@ -48,7 +49,8 @@ class Needs:
         longest = max(lengths)
         # Requests enter in their order: those that are answered together at a time are not the longest of all.
         blocks = sum(sorted(map(blocks_for, lengths), reverse=True)[:rows])
-        return Needs(rows, longest, sampling.max_new_tokens, len(sampling.stop_ids), blocks)
+        num_tokens = sum(request.limit(sampling) for request in requests)
+        return Needs(rows, longest, sampling.max_new_tokens, len(sampling.stop_ids), blocks, num_tokens)
 
 
 class Memory:
