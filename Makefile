@@ -95,7 +95,7 @@ CORE := $(filter-out $(SHAPE),$(wildcard tests/test_*.py)) tests/dist tests/mode
 RUNS := tests/environments tests/rl tests/cli tests/report tests/doctor tests/museum
 
 # The parts: load, step, export, and what goes wrong in them.
-test-core: $(STAMP) namespaces
+test-core: $(STAMP) .venv-triton/.stamp namespaces
 	$(PYTEST) $(CORE) --ignore=tests/rollout/vllm
 
 # What is made of them: whole runs, the doctor, and the museum of other people's bugs.

@@ -17,14 +17,22 @@ import triton.language as tl
 
 from shardproof.rollout.kernels import EARLY_LAUNCH, begin
 from shardproof.rollout.paged.attention_parts import (
-    add_up,
     attend_piece,
     finish,
     load_tokens,
-    norm_and_rotate,
+    new_states,
     piece_of,
     put,
 )
+
+
+class Blocks(NamedTuple):
+    """How a program works."""
+
+    block_t: int  # cached tokens at a time
+    warps: int
+    stages: int  # one more than blocks of cached tokens that are on their way
+    ahead: bool  # whether its first tokens are asked for before the kernel ahead has ended
 
 
 class Tuning(NamedTuple):
@@ -33,9 +41,10 @@ class Tuning(NamedTuple):
     programs: int = 264  # that keep the device reading
     most_splits: int = 64  # programs per context
     chunk: int = 128  # cached tokens that are worth a program
-    block_t: int = 64  # cached tokens at a time
-    warps: int = 4
-    stages: int = 3
+    # Few programs must be quick, each of them; of many, as many as possible should fit on a multiprocessor.
+    few_items: int = 512  # contexts times heads of keys
+    few: Blocks = Blocks(64, 8, 3, True)
+    many: Blocks = Blocks(16, 1, 4, True)
 
 
 TUNING = Tuning()
@@ -65,7 +74,7 @@ def _attend_kernel(
     rows, table_stride, shares, scale, eps,
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
     NORM: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
-    SHARES: tl.constexpr, CHUNK: tl.constexpr, EARLY: tl.constexpr,
+    SHARES: tl.constexpr, CHUNK: tl.constexpr, EARLY: tl.constexpr, AHEAD: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -77,42 +86,29 @@ def _attend_kernel(
     first, at, end, pieces = piece_of(position, split, tl.num_programs(2), WINDOW, CHUNK, BLOCK_T)
     if split >= pieces:
         return
-    block = tl.load(table_ptr + at // PAGE)
-    next_block = tl.load(table_ptr + (at + BLOCK_T) // PAGE, mask=at + BLOCK_T < end, other=0)
-    cached_key, cached_value, there = load_tokens(
-        keys_ptr, values_ptr, block, head, at, first, end, KEY_HEADS, WIDTH, PAGE, WIDTH, BLOCK_T
-    )
-    column, group = tl.arange(0, WIDTH), tl.arange(0, BLOCK_G)
-    partner, sign = (column + WIDTH // 2) % WIDTH, tl.where(column < WIDTH // 2, -1.0, 1.0)
+    next_block, cached_key, cached_value, there = tl.load(table_ptr + at // PAGE), None, None, None
+    if AHEAD:
+        cached_key, cached_value, there = load_tokens(
+            keys_ptr, values_ptr, next_block, head, at, first, end, KEY_HEADS, WIDTH, PAGE, WIDTH, BLOCK_T
+        )
+        next_block = tl.load(table_ptr + (at + BLOCK_T) // PAGE, mask=at + BLOCK_T < end, other=0)
+    column = tl.arange(0, WIDTH)
     cos = tl.load(cos_ptr + position.to(tl.int64) * WIDTH + column).to(tl.float32)
     sin = tl.load(sin_ptr + position.to(tl.int64) * WIDTH + column).to(tl.float32)
     begin(EARLY)
-    size = rows * (HEADS + 2 * KEY_HEADS) * WIDTH
-    states_at = sums_ptr + row * (HEADS + 2 * KEY_HEADS) * WIDTH
-    heads_at = states_at + (head * GROUP + group)[:, None] * WIDTH
-    has_head = (group < GROUP)[:, None]
-    query = norm_and_rotate(
-        add_up(heads_at + column[None, :], has_head, shares, size, SHARES),
-        add_up(heads_at + partner[None, :], has_head, shares, size, SHARES),
-        q_norm_ptr, column[None, :], partner[None, :], sign[None, :], cos[None, :], sin[None, :], eps, WIDTH, NORM,
-    ).to(dtype)  # fmt: skip
-    # Only the first piece has use for the new key and value.
     is_first = split == 0
-    wanted = is_first & (column < WIDTH)
-    key_at, value_at = states_at + (HEADS + head) * WIDTH, states_at + (HEADS + KEY_HEADS + head) * WIDTH
-    new_key = norm_and_rotate(
-        add_up(key_at + column, wanted, shares, size, SHARES),
-        add_up(key_at + partner, wanted, shares, size, SHARES),
-        k_norm_ptr, column, partner, sign, cos, sin, eps, WIDTH, NORM,
-    ).to(dtype)  # fmt: skip
-    new_value = add_up(value_at + column, wanted, shares, size, SHARES).to(dtype)
+    query, new_key, new_value = new_states(
+        sums_ptr, rows, row, head, shares, is_first, q_norm_ptr, k_norm_ptr, cos, sin, eps,
+        HEADS, KEY_HEADS, WIDTH, NORM, SHARES, BLOCK_G,
+    )  # fmt: skip
+    query, new_key, new_value = query.to(dtype), new_key.to(dtype), new_value.to(dtype)
     put(
         keys_ptr, values_ptr, table_ptr, head, position, new_key, new_value, is_first, KEY_HEADS, WIDTH, PAGE, WIDTH
     )  # fmt: skip
     peak, norm, total = attend_piece(
         query, new_key, new_value, sinks_ptr, cached_key, cached_value, there, next_block,
         keys_ptr, values_ptr, table_ptr, head, at, first, end, is_first, scale,
-        KEY_HEADS, GROUP, WIDTH, PAGE, SOFTCAP, SINKS, BLOCK_G, WIDTH, BLOCK_T,
+        KEY_HEADS, GROUP, WIDTH, PAGE, SOFTCAP, SINKS, AHEAD, BLOCK_G, WIDTH, BLOCK_T,
     )  # fmt: skip
     finish(
         peak, norm, total, out_ptr, parts_ptr, scalars_ptr, counters_ptr, row * KEY_HEADS + head,
@@ -139,7 +135,7 @@ def _attend_rotated_kernel(
     parts_ptr, scalars_ptr, counters_ptr,  # as above
     table_stride, scale,
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, CHUNK: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, CHUNK: tl.constexpr, AHEAD: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -149,11 +145,12 @@ def _attend_rotated_kernel(
     first, at, end, pieces = piece_of(position, split, tl.num_programs(2), WINDOW, CHUNK, BLOCK_T)
     if split >= pieces:
         return
-    block = tl.load(table_ptr + at // PAGE)
-    next_block = tl.load(table_ptr + (at + BLOCK_T) // PAGE, mask=at + BLOCK_T < end, other=0)
-    cached_key, cached_value, there = load_tokens(
-        keys_ptr, values_ptr, block, head, at, first, end, KEY_HEADS, WIDTH, PAGE, BLOCK_W, BLOCK_T
-    )
+    next_block, cached_key, cached_value, there = tl.load(table_ptr + at // PAGE), None, None, None
+    if AHEAD:
+        cached_key, cached_value, there = load_tokens(
+            keys_ptr, values_ptr, next_block, head, at, first, end, KEY_HEADS, WIDTH, PAGE, BLOCK_W, BLOCK_T
+        )
+        next_block = tl.load(table_ptr + (at + BLOCK_T) // PAGE, mask=at + BLOCK_T < end, other=0)
     column, group = tl.arange(0, BLOCK_W), tl.arange(0, BLOCK_G)
     item = row * KEY_HEADS + head
     query_at = query_ptr + item * GROUP * WIDTH + group[:, None] * WIDTH + column[None, :]
@@ -167,7 +164,7 @@ def _attend_rotated_kernel(
     peak, norm, total = attend_piece(
         query, new_key, new_value, sinks_ptr, cached_key, cached_value, there, next_block,
         keys_ptr, values_ptr, table_ptr, head, at, first, end, is_first, scale,
-        KEY_HEADS, GROUP, WIDTH, PAGE, SOFTCAP, SINKS, BLOCK_G, BLOCK_W, BLOCK_T,
+        KEY_HEADS, GROUP, WIDTH, PAGE, SOFTCAP, SINKS, AHEAD, BLOCK_G, BLOCK_W, BLOCK_T,
     )  # fmt: skip
     finish(
         peak, norm, total, out_ptr, parts_ptr, scalars_ptr, counters_ptr, item,
@@ -250,15 +247,27 @@ def _plan(
     group, items = heads // key_heads, rows * key_heads
     capacity = tables.shape[1] * page
     splits = num_splits(items, min(capacity, window or capacity))
-    pieces = items * splits * group
+    pieces = items * splits * group if splits > 1 else 0
     memory = torch.empty(pieces * (width + 2), dtype=torch.float32, device=out.device)
+    blocks = TUNING.few if items <= TUNING.few_items else TUNING.many
     options = {
         "HEADS": heads, "KEY_HEADS": key_heads, "WIDTH": width, "PAGE": page,
         "WINDOW": window or 0, "SOFTCAP": softcap or 0.0, "SINKS": sinks is not None,
-        "CHUNK": TUNING.chunk, "BLOCK_G": triton.next_power_of_2(group), "BLOCK_T": TUNING.block_t,
-        "BLOCK_S": _COMBINED, "num_warps": TUNING.warps, "num_stages": TUNING.stages,
+        "CHUNK": TUNING.chunk, "AHEAD": blocks.ahead, "BLOCK_T": blocks.block_t, "BLOCK_S": _COMBINED,
+        "BLOCK_G": triton.next_power_of_2(group), **_resources(blocks, group, width, out.device),
     }  # fmt: skip
     return splits, (*memory.split([pieces * width, pieces * 2]), _counters(items, out.device)), options
+
+
+@remember
+def _resources(blocks: Blocks, group: int, width: int, device: torch.device) -> dict[str, int]:
+    """Warps and stages: more warps where the states of a head group fill more registers, no more stages than fit."""
+    group, width = triton.next_power_of_2(group), triton.next_power_of_2(width)
+    stages = blocks.stages
+    if device.type == "cuda":  # not Triton's interpreter
+        room = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0)
+        stages = max(2, min(stages, 1 + (room - 4096) // (blocks.block_t * width * 4)))
+    return {"num_warps": max(blocks.warps, width // 128, min(group * width // 512, 8)), "num_stages": stages}
 
 
 def num_splits(items: int, longest: int) -> int:

@@ -87,10 +87,11 @@ def _begin_piece(
 @triton.jit
 def attend_piece(
     query, new_key, new_value, sinks_ptr,  # of the new token
-    key, value, there, next_block,  # the piece's first cached tokens, and the block of the next ones
+    ahead_key, ahead_value, ahead_there,  # the piece's first cached tokens, where they were asked for AHEAD
+    next_block,  # of the tokens that come then
     keys_ptr, values_ptr, table_ptr, head, at, first, end, is_first, scale,
     KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
-    SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
+    SOFTCAP: tl.constexpr, SINKS: tl.constexpr, AHEAD: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """(highest score, sum of weights, weighted sum of values) of a piece of the context, from `at` to `end`."""
@@ -99,8 +100,12 @@ def attend_piece(
         query, new_key, new_value, sinks_ptr + head * GROUP + group, group < GROUP, is_first, scale,
         SOFTCAP, SINKS, BLOCK_G, BLOCK_T,
     )  # fmt: skip
-    peak, norm, total = _attend_block(query, key, value, there, scale, peak, norm, total, SOFTCAP)
-    for now in range(at + BLOCK_T, end, BLOCK_T):
+    if AHEAD:
+        peak, norm, total = _attend_block(
+            query, ahead_key, ahead_value, ahead_there, scale, peak, norm, total, SOFTCAP
+        )
+        at += BLOCK_T
+    for now in range(at, end, BLOCK_T):
         key, value, there = load_tokens(
             keys_ptr, values_ptr, next_block, head, now, first, end, KEY_HEADS, WIDTH, PAGE, BLOCK_W, BLOCK_T
         )
@@ -149,7 +154,8 @@ def _combine(
 ):  # fmt: skip
     """Write the result of a head from the pieces of its context. They are read past the multiprocessor's own cache."""
     column = tl.arange(0, BLOCK_W)
-    peak, norm, total = _LOWEST, 0.0, tl.zeros([BLOCK_W], tl.float32)
+    peak, norm = tl.full([], _LOWEST, tl.float32), tl.zeros([], tl.float32)
+    total = tl.zeros([BLOCK_W], tl.float32)
     for start in range(0, pieces, BLOCK_S):
         piece = start + tl.arange(0, BLOCK_S)
         here = piece < pieces
@@ -181,7 +187,7 @@ def put(
 
 
 @triton.jit
-def add_up(sums_at, there, shares, share_size, SHARES: tl.constexpr):
+def _add_up(sums_at, there, shares, share_size, SHARES: tl.constexpr):
     """The sum of up to SHARES shares in float32; the loads of all of them are on their way at once."""
     total = tl.load(sums_at, mask=there, other=0.0).to(tl.float32)
     for share in tl.static_range(1, SHARES):
@@ -192,7 +198,7 @@ def add_up(sums_at, there, shares, share_size, SHARES: tl.constexpr):
 
 
 @triton.jit
-def norm_and_rotate(
+def _norm_and_rotate(
     own, other, weight_ptr, column, partner, sign, cos, sin, eps, WIDTH: tl.constexpr, NORM: tl.constexpr
 ):
     """Heads after their norm and their rotation, which takes of each state one other one, its partner."""
@@ -202,3 +208,32 @@ def norm_and_rotate(
         own *= scale * tl.load(weight_ptr + column).to(tl.float32)
         other *= scale * tl.load(weight_ptr + partner).to(tl.float32)
     return own * cos + sign * other * sin
+
+
+@triton.jit
+def new_states(
+    sums_ptr, rows, row, head, shares, is_first, q_norm_ptr, k_norm_ptr, cos, sin, eps,
+    HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, WIDTH: tl.constexpr, NORM: tl.constexpr,
+    SHARES: tl.constexpr, BLOCK_G: tl.constexpr,
+):  # fmt: skip
+    """Query, key and value of a row's new token, from partial sums. Only the first piece has use for key and value."""
+    GROUP: tl.constexpr = HEADS // KEY_HEADS
+    column, group = tl.arange(0, WIDTH), tl.arange(0, BLOCK_G)
+    partner, sign = (column + WIDTH // 2) % WIDTH, tl.where(column < WIDTH // 2, -1.0, 1.0)
+    size = rows * (HEADS + 2 * KEY_HEADS) * WIDTH
+    states_at = sums_ptr + row * (HEADS + 2 * KEY_HEADS) * WIDTH
+    heads_at = states_at + (head * GROUP + group)[:, None] * WIDTH
+    has_head, wanted = (group < GROUP)[:, None], is_first & (column < WIDTH)
+    query = _norm_and_rotate(
+        _add_up(heads_at + column[None, :], has_head, shares, size, SHARES),
+        _add_up(heads_at + partner[None, :], has_head, shares, size, SHARES),
+        q_norm_ptr, column[None, :], partner[None, :], sign[None, :], cos[None, :], sin[None, :], eps, WIDTH, NORM,
+    )  # fmt: skip
+    key_at = states_at + (HEADS + head) * WIDTH
+    key = _norm_and_rotate(
+        _add_up(key_at + column, wanted, shares, size, SHARES),
+        _add_up(key_at + partner, wanted, shares, size, SHARES),
+        k_norm_ptr, column, partner, sign, cos, sin, eps, WIDTH, NORM,
+    )  # fmt: skip
+    value = _add_up(key_at + KEY_HEADS * WIDTH + column, wanted, shares, size, SHARES)
+    return query, key, value
