@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib.util
+import os
 import tempfile
 import time
 from collections.abc import Sequence
@@ -37,6 +38,7 @@ GRPO = "TRL GRPOTrainer, transformers engine"
 GRPO_VLLM = "TRL GRPOTrainer, vLLM colocated"
 GRPO_VLLM_PLAIN = "TRL GRPOTrainer, vLLM colocated, not corrected"
 VLLM_SETTINGS = {"use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.3}
+_RANK_KEYS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _WARM_TOKENS = 8
 
 
@@ -176,6 +178,10 @@ def _train_grpo(
     """Train; `limits` are the lengths of each step's completions, and from step `corrected` on nothing is corrected."""
     if settings["use_vllm"]:
         set_environment()  # before TRL imports vLLM
+        for (
+            key
+        ) in _RANK_KEYS:  # TRL sets them for vLLM; a second trainer would take them for a distributed run
+            os.environ.pop(key, None)
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
