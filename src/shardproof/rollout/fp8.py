@@ -126,27 +126,23 @@ def round_weight(weight: torch.Tensor, copy: Float8 | None = None) -> None:
     for number, matrix in enumerate(matrices):
         for at in range(0, n, step):
             rows = slice(at, at + step)
-            found, scale = _round_rows(matrix[rows])
-            matrix[rows] = _multiply(found.to(matrix.dtype), scale.to(matrix.dtype))
+            found, scale, rounded = _round_rows(matrix[rows])
+            matrix[rows] = rounded
             if values is not None and scales is not None:
                 values[number, rows] = found
                 scales[number, at // BLOCK : at // BLOCK + len(scale)] = scale
 
 
-def _round_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(float8 numbers [n, k], scale of each block) of some rows of a weight."""
+def _round_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(float8 numbers [n, k], scale of each block, their products [n, k]) of some rows of a weight."""
     n, k = rows.shape
     padded = nn.functional.pad(rows.float(), (0, -k % BLOCK, 0, -n % BLOCK))
     blocks = padded.view(padded.shape[0] // BLOCK, BLOCK, padded.shape[1] // BLOCK, BLOCK)
     scale = _scale_of(blocks.abs().amax((1, 3)), rows.dtype)
-    found = (blocks / scale[:, None, :, None]).to(torch.float8_e4m3fn)
-    return found.view(padded.shape)[:n, :k], scale
-
-
-def _multiply(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Values [n, k] times the scale of their block."""
-    n, k = values.shape
-    return values * scale.repeat_interleave(BLOCK, 0)[:n].repeat_interleave(BLOCK, 1)[:, :k]
+    spread = scale[:, None, :, None]
+    found = (blocks / spread).to(torch.float8_e4m3fn)
+    rounded = found.to(rows.dtype) * spread.to(rows.dtype)
+    return found.view(padded.shape)[:n, :k], scale, rounded.view(padded.shape)[:n, :k]
 
 
 def _scale_of(peaks: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -18,7 +18,9 @@ import triton
 import triton.language as tl
 from torch.nn.functional import linear
 
+from shardproof.rollout import fp8_kernels
 from shardproof.rollout.early_launch import EARLY_LAUNCH, begin
+from shardproof.rollout.fp8 import Float8, copy_of
 from shardproof.rollout.joined import side_by_side
 
 # Tuned on an H200 with 32 rows: the block sizes of a weight, and how many blocks there should be.
@@ -151,6 +153,9 @@ def project(
     joined = _joined(weights, biases) if rows > _FEW_ROWS else None
     if joined is not None:
         return linear(x, *joined)[None]
+    copies = float8_copies(weights, rows)
+    if copies is not None:
+        return fp8_kernels.project(x, copies, biases)
     n = sum(map(len, weights))
     first, second, third = (*weights, weights[0], weights[0])[:3]
     given = biases if biases is not None else weights
@@ -166,6 +171,13 @@ def project(
         num_warps=4, num_stages=2, launch_pdl=EARLY_LAUNCH,
     )  # fmt: skip
     return out
+
+
+def float8_copies(weights: Sequence[torch.Tensor], rows: int) -> list[Float8] | None:
+    """What to read in place of these weights; None with too many rows, or if there are no copies in float8."""
+    copies = [copy_of(weight) for weight in weights] if rows <= fp8_kernels.MAX_ROWS else []
+    found = [copy for copy in copies if copy is not None]
+    return found if len(found) == len(weights) else None
 
 
 def _joined(
@@ -208,6 +220,9 @@ def gate_up(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> torch.Tens
     """silu(x @ gate.T) * (x @ up.T) of x [rows, k]; with few rows rounded once."""
     rows, k = x.shape
     n = len(gate)
+    copies = float8_copies([gate, up], rows)
+    if copies is not None:
+        return fp8_kernels.gate_up(x, *copies)
     out = torch.empty(rows, n, dtype=x.dtype, device=x.device)
     joined = _joined([gate, up]) if rows > _FEW_ROWS else None
     if joined is not None:

@@ -13,6 +13,7 @@ from shardproof.config.schema import Recipe
 from shardproof.rl.sizing.activations import cache_bytes, prompts_bytes, token_bytes
 from shardproof.rl.sizing.model import Shape
 from shardproof.rollout.engine import Sampling
+from shardproof.rollout.fp8 import block_weights
 from shardproof.rollout.kept import GIB
 from shardproof.rollout.paged.blocks import blocks_for
 from shardproof.rollout.paged.cache import CacheShape
@@ -84,6 +85,8 @@ def engine_bytes(
         kept = conversations * cache_bytes(model, compute, longest + rollout.max_new_tokens)
         turns = min(kept, int(rollout.cache_gib * GIB))
     replica = replica_bytes(shape, compute) if is_embedded else 0
+    if is_embedded and on_gpu and rollout.fp8 != "off":
+        replica += sum(weight.numel() for weight in block_weights(model))  # kept in 8 bits beside the others
     length = longest + rollout.max_new_tokens
     if is_embedded and on_gpu and why_not_paged(model) is None:
         left = free - replica if free is not None else None
