@@ -31,6 +31,7 @@ SMALL_USES = {
     "dist/deadline.py": {"_device_types", "_get_backend", "_set_pg_timeout", "_timeout"},
     "dist/stacks.py": {"_get_default_store"},
     "model/buffers.py": {"_non_persistent_buffers_set"},
+    "model/compiling.py": {"_dynamo"},
     "model/initial.py": {"_calculate_correct_fan", "_init_weights"},
     "model/inventory.py": {"_non_persistent_buffers_set"},
     "model/lora.py": {"_disable_adapters"},

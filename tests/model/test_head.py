@@ -153,3 +153,18 @@ def test_which_heads_are_chunked():
     assert not can_chunk(Adapted(2, 3))
     assert not can_chunk(nn.Identity())
     assert not can_chunk(None)
+
+
+def test_chunks_that_are_kept_change_nothing(monkeypatch):
+    """Kept or computed again: the same gradients to the bit, for any number of kept chunks, and a second time."""
+    monkeypatch.setattr(head_module, "_CHUNK_ELEMENTS", 5 * WORDS)
+    head, hidden, targets = make_head(bias=True, dtype=torch.float32)
+    options = {"temperature": 0.6, "facts": HeadFacts(), "want_entropy": True}
+    found = []
+    for num in (0, 2, 99):
+        monkeypatch.setattr(head_module, "_num_kept", lambda hidden, weight, num=num: num)
+        logps, entropy = token_logprobs(hidden, head, targets, **options)
+        total = logps.sum() + 0.5 * entropy.sum()
+        found += [torch.autograd.grad(total, (hidden, *head.parameters()), retain_graph=True) for _ in "ab"]
+    for grads in found[1:]:
+        assert all(map(torch.equal, grads, found[0]))

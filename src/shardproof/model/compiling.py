@@ -13,7 +13,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from functools import cache, update_wrapper
+from functools import cache, update_wrapper, wraps
 from typing import Any
 
 import torch
@@ -40,7 +40,19 @@ def fused(function: Callable[..., Any], like: torch.Tensor) -> Callable[..., Any
 
 @cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(function, dynamic=True)
+    compiled = torch.compile(function, dynamic=True)
+
+    @wraps(function)
+    def call(*args: Any) -> Any:
+        with _constant_floats():
+            return compiled(*args)
+
+    return call
+
+
+def _constant_floats() -> AbstractContextManager[None]:
+    """Inside, floats are constants of what is compiled. As symbols they make dynamo trace everything a second time."""
+    return torch._dynamo.config.patch(specialize_float=True)
 
 
 def compile_blocks(model: PreTrainedModel) -> None:
@@ -62,11 +74,12 @@ class _Forward:
         part = self._part
         trains = any(param.requires_grad for param in part.parameters())
         if torch.is_grad_enabled() or not self._can_share or not trains:
-            return self._compiled(*args, **kwargs)
+            with _constant_floats():
+                return self._compiled(*args, **kwargs)
         was_training = part.training
         part.train()
         try:
-            with torch.enable_grad():
+            with torch.enable_grad(), _constant_floats():
                 args = tuple(map(_as_in_training, args))
                 kwargs = {name: _as_in_training(value) for name, value in kwargs.items()}
                 return tree_map_only(torch.Tensor, torch.Tensor.detach, self._compiled(*args, **kwargs))

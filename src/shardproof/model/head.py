@@ -1,7 +1,8 @@
 """Log-probs of given tokens without logits: the head is applied chunk by chunk, forward and backward.
 
-Logits of [tokens, vocabulary] never exist; a chunk's are recomputed in the backward pass, where the gradient of the
-hidden states and of the head's weight are formed before the next chunk.
+Logits of [tokens, vocabulary] need not exist; a chunk's are recomputed in the backward pass, where the gradient of the
+hidden states and of the head's weight are formed before the next chunk. On a GPU with memory to spare chunks are kept for
+the backward pass, which follows at once: computing them again is a fifth of the head's work.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from shardproof.model.compiling import can_compile, fused
 _CHUNK_ELEMENTS = 1 << 25
 _FUSED_CHUNK_ELEMENTS = 1 << 29
 _TILE = 128  # rows that matrix units take at a time
+_SPARE = 0.1  # share of a GPU's memory that kept chunks leave free
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,9 @@ def token_logprobs(
     Memory: a handful of chunks of logits, and in the backward pass the float32 gradient of the head's weight.
     """
     # Under FSDP1 these are plain views of the gathered flat parameter, not nn.Parameters.
-    return _ChunkedHead.apply(hidden, head.weight, head.bias, targets, temperature, facts, want_entropy)
+    settings = (temperature, facts.scale, facts.softcap, want_entropy)
+    num_kept = _num_kept(hidden, head.weight) if torch.is_grad_enabled() else 0
+    return _ChunkedHead.apply(hidden, head.weight, head.bias, targets, settings, num_kept)
 
 
 class _ChunkedHead(torch.autograd.Function):
@@ -81,16 +85,16 @@ class _ChunkedHead(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         targets: torch.Tensor,
-        temperature: float,
-        facts: HeadFacts,
-        want_entropy: bool,
+        settings: tuple[float, float, float | None, bool],
+        num_kept: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        settings = (temperature, facts.scale, facts.softcap, want_entropy)
         read = fused(_read_chunk, hidden) if not exact.active() else _read_exactly
-        parts = []
+        parts, ctx.kept = [], []
         for rows in _chunks(hidden, weight):
             z = nn.functional.linear(hidden[rows], weight, bias)
             parts.append(read(z, _part(targets, rows), *settings))
+            if len(ctx.kept) < num_kept:
+                ctx.kept.append(z)
         logps, norms, entropy = (torch.cat(column) for column in zip(*parts, strict=True))
         ctx.save_for_backward(hidden, weight, bias, targets, norms, entropy)
         ctx.settings = settings
@@ -103,8 +107,9 @@ class _ChunkedHead(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if ctx.needs_input_grad[2] else None
+        kept, ctx.kept = ctx.kept[::-1], []
         for rows in _chunks(hidden, weight):
-            z = nn.functional.linear(hidden[rows], weight, bias)
+            z = kept.pop() if kept else nn.functional.linear(hidden[rows], weight, bias)
             # Without entropies the last two are empty, and so are their parts.
             columns = (_part(c, rows) for c in (targets, norms, grad_logps, entropy, grad_entropy))
             grad = differentiate(z, *columns, *ctx.settings)
@@ -117,7 +122,7 @@ class _ChunkedHead(torch.autograd.Function):
                 grad_bias += grad.sum(0)
         grad_weight = grad_weight.to(weight.dtype) if grad_weight is not None else None
         grad_bias = grad_bias.to(bias.dtype) if grad_bias is not None else None
-        return grad_hidden, grad_weight, grad_bias, None, None, None, None
+        return grad_hidden, grad_weight, grad_bias, None, None, None
 
 
 def _part(column: torch.Tensor, rows: slice) -> torch.Tensor:
@@ -210,6 +215,20 @@ def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     else:
         total += left @ right
+
+
+def _num_kept(hidden: torch.Tensor, weight: torch.Tensor) -> int:
+    """For how many chunks of the head's outputs there is memory until the backward pass."""
+    if hidden.device.type != "cuda":
+        return 0
+    free, total = torch.cuda.mem_get_info(hidden.device)
+    free += torch.cuda.memory_reserved(hidden.device) - torch.cuda.memory_allocated(hidden.device)
+    chunk = (
+        max(rows.stop - rows.start for rows in _chunks(hidden, weight)) * len(weight) * hidden.element_size()
+    )
+    # Beside them there are three chunks that are worked on, and the gradient of the weight.
+    room = free - int(_SPARE * total) - 3 * chunk - weight.numel() * (4 + weight.element_size())
+    return max(0, room // chunk)
 
 
 def _chunks(hidden: torch.Tensor, weight: torch.Tensor) -> list[slice]:
