@@ -148,26 +148,11 @@ class LargeCase:
     settings: dict[str, dict[str, Any]]
 
     def measure(self, options: argparse.Namespace, parts: Sequence[str], save: Save) -> None:
-        _draw_quickly()
         options = argparse.Namespace(
             **{**vars(options), "prompts": 2 if options.tiny else 8, "grpo_steps": 1}
         )
         config = self.shape.config(options.tiny)
         save(MEMORY, OURS, run_steps(options, self.settings, config=config), self.name)
-
-
-def _draw_quickly() -> None:
-    """Draw random weights from one block of numbers: to draw eight billion takes minutes, and nothing depends on them."""
-    from shardproof.shard import materialise
-
-    block, draw = torch.randn(2**20, generator=torch.Generator().manual_seed(0)), materialise.draw
-
-    def quick(origin: Any, seed: int, shape: Any, start: int, stop: int) -> torch.Tensor:
-        if origin.kind != "normal":
-            return draw(origin, seed, shape, start, stop)
-        return block[: stop - start] * origin.b
-
-    materialise.draw = quick
 
 
 _SLEEP = {"sleep": True}
