@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial, wraps
+from functools import wraps
 from types import ModuleType, SimpleNamespace
 from typing import Any, cast
 
@@ -19,10 +19,9 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from shardproof.model import exact_cpu, hf_private
-from shardproof.model.compiling import fused
+from shardproof.model.exact_blocks import use_exact_blocks
 from shardproof.model.experts import grouped_experts
 
 EXPERTS = "shardproof_exact_experts"
@@ -62,9 +61,7 @@ def make_exact(model: PreTrainedModel, device: torch.device, *roots: nn.Module) 
         plain = all(map(hf_private.is_plain_gated, experts)) and device.type == "cuda"
         hf_private.set_experts_implementation(experts, EXPERTS if plain else _EAGER_EXPERTS)
     if device.type == "cuda":
-        for module in model.modules():
-            if _is_plain_norm(module):
-                module.forward = partial(_norm, module)
+        use_exact_blocks(model)
 
 
 def is_exact(model: nn.Module) -> bool:
@@ -166,46 +163,6 @@ def _exact_experts(
 
 
 hf_private.register_experts(EXPERTS, _exact_experts)
-
-
-class _Norm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.eps = eps
-        return cast(Any, operations(x.device)).norm(x, weight, eps)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
-        x, weight = ctx.saved_tensors
-        grad_x, normed = fused(_differentiate_norm, x)(grad, x, weight, ctx.eps)
-        grad_weight = (grad * normed).flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
-        return grad_x, grad_weight, None
-
-
-def _differentiate_norm(
-    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(gradient of an RMS norm's input, its output without the weight)."""
-    states = x.float()
-    scale = torch.rsqrt(states.pow(2).mean(-1, keepdim=True) + eps)
-    normed, upstream = states * scale, (grad * weight).float()
-    found = scale * (upstream - normed * (upstream * normed).mean(-1, keepdim=True))
-    return found.to(x.dtype), normed.to(x.dtype)
-
-
-def _norm(module: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-    return _Norm.apply(hidden_states, module.weight, module.variance_epsilon)
-
-
-def _is_plain_norm(module: nn.Module) -> bool:
-    """Whether a module computes what Llama's norm does: others go through the operations that it is written in."""
-    plain, own = LlamaRMSNorm.forward.__code__, type(module).forward.__code__
-    return (
-        hasattr(module, "variance_epsilon")
-        and own.co_code == plain.co_code
-        and own.co_names == plain.co_names
-    )
 
 
 class _RowSums(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""Attention, norms and log-probs whose rows do not depend on the rows beside them, in Triton: exact mode on CUDA.
+"""Attention, experts and log-probs whose rows do not depend on the rows beside them, in Triton: exact mode on CUDA.
 
 Attention always has tiles of 64 queries (a query that is alone has padding beside it) and reads 64 keys at a time, from
 position 0 on. Other kernels reduce a row in one program. So a row is added up in the same order wherever it is computed.
@@ -10,12 +10,12 @@ import torch
 import triton
 import triton.language as tl
 
+from shardproof.model.exact_block_kernels import gate
 from shardproof.model.exact_matmul import Visits, expert_linear, linear
 
-__all__ = ["attention", "experts", "linear", "norm", "row_sums", "store", "token_logprobs"]
+__all__ = ["attention", "experts", "linear", "row_sums", "store", "token_logprobs"]
 
 BLOCK = 64  # keys that attention reads at a time, from position 0 on
-_WIDEST_NORM_IN_GROUPS = 256
 
 
 @triton.jit
@@ -94,20 +94,6 @@ def _attention_kernel(
 
 
 @triton.jit
-def _norm_kernel(
-    x_ptr, weight_ptr, out_ptr, rows, n, x_stride, eps, ROWS: tl.constexpr, BLOCK_N: tl.constexpr
-):
-    row, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK_N)
-    mask = (row < rows)[:, None] & (column < n)[None, :]
-    x = tl.load(x_ptr + row.to(tl.int64)[:, None] * x_stride + column[None, :], mask=mask, other=0.0)
-    states = x.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(states * states, 1) / n + eps)
-    weight = tl.load(weight_ptr + column, mask=column < n, other=0.0)
-    out = weight[None, :] * (states * scale[:, None]).to(x.dtype)
-    tl.store(out_ptr + row.to(tl.int64)[:, None] * n + column[None, :], out, mask=mask)
-
-
-@triton.jit
 def _store_kernel(
     key_ptr, value_ptr,  # [rows, key heads, width], by strides
     keys_ptr, values_ptr,  # [blocks, key heads, 64, width]
@@ -123,21 +109,6 @@ def _store_kernel(
     tl.store(keys_ptr + at, tl.load(key_ptr + row * key_row + head * key_head + inner, mask=mask), mask=mask)
     value = tl.load(value_ptr + row * value_row + head * value_head + inner, mask=mask)
     tl.store(values_ptr + at, value, mask=mask)
-
-
-@triton.jit
-def _gate_kernel(
-    inner_ptr,  # [visits, 2 * n]: gate beside up
-    scores_ptr,  # [visits]
-    out_ptr,  # [visits, n]
-    n, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    gate = tl.load(inner_ptr + row * 2 * n + column, mask=column < n, other=0.0).to(tl.float32)
-    up = tl.load(inner_ptr + row * 2 * n + n + column, mask=column < n, other=0.0).to(tl.float32)
-    score = tl.load(scores_ptr + row).to(tl.float32)
-    out = gate / (1.0 + tl.exp(-gate)) * up * score
-    tl.store(out_ptr + row * n + column, out.to(out_ptr.dtype.element_ty), mask=column < n)
 
 
 @triton.jit
@@ -252,33 +223,17 @@ def experts(
     scores: torch.Tensor,  # [tokens, k]
 ) -> torch.Tensor:
     """The output of a layer's experts for [tokens, hidden]; a token's experts are added up in the order of `chosen`."""
-    hidden, scores = hidden.contiguous(), scores.contiguous()
+    hidden = hidden.contiguous()
     (tokens, per_token), width = chosen.shape, down.shape[2]
     visits = Visits(chosen, len(gate_up))
     inner = expert_linear(hidden, gate_up.contiguous(), visits, per_token)
-    gated = torch.empty(len(inner), width, dtype=hidden.dtype, device=hidden.device)
-    block = min(1024, triton.next_power_of_2(width))
-    _gate_kernel[(len(inner), triton.cdiv(width, block))](inner, scores, gated, width, BLOCK_N=block)
+    gated = gate(inner[:, :width], inner[:, width:], scores.reshape(-1))
     each = expert_linear(gated, down.contiguous(), visits, 1)
     out = torch.empty_like(hidden)
     n = hidden.shape[1]
     block = min(1024, triton.next_power_of_2(n))
     _sum_visits_kernel[(tokens, triton.cdiv(n, block))](each, out, n, VISITS=per_token, BLOCK_N=block)
     return out
-
-
-def norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """RMS norm of the last dimension, rounded before the weight is applied, as most families do."""
-    n = x.shape[-1]
-    flat = x.reshape(-1, n)
-    out = torch.empty(flat.shape, dtype=x.dtype, device=x.device)
-    per_program = 16 if n <= _WIDEST_NORM_IN_GROUPS else 1
-    grid = (triton.cdiv(len(flat), per_program),)
-    _norm_kernel[grid](
-        flat, weight, out, len(flat), n, flat.stride(0), eps, ROWS=per_program,
-        BLOCK_N=triton.next_power_of_2(n), num_warps=4 if n <= 4096 else 8,
-    )  # fmt: skip
-    return out.view(x.shape)
 
 
 def row_sums(x: torch.Tensor, divisor: float, dtype: torch.dtype) -> torch.Tensor:

@@ -5,6 +5,7 @@ tests/test_private_interfaces.py fails when one of these moves.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -24,6 +25,7 @@ from transformers.core_model_loading import (
 )
 from transformers.initialization import no_init_weights
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 __all__ = [
     "WeightConverter",
@@ -133,6 +135,13 @@ def attention_implementation(model: PreTrainedModel, name: str) -> Iterator[None
 
 def _has_config(module: nn.Module) -> bool:
     return hasattr(getattr(module, "config", None), "_attn_implementation")
+
+
+def attention_function(module: nn.Module) -> Callable[..., Any]:
+    """What an attention module calls with query, key and value."""
+    name = module.config._attn_implementation  # type: ignore[union-attr]
+    eager = sys.modules[type(module).__module__].eager_attention_forward  # each family has its own
+    return ALL_ATTENTION_FUNCTIONS.get(name, eager)
 
 
 def set_implementations(

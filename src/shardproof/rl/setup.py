@@ -43,6 +43,7 @@ from shardproof.rollout.local import EmbeddedEngine, ShardedEngine
 from shardproof.rollout.recording import expert_shape
 from shardproof.shard.load import load
 from shardproof.shard.sharded_model import ShardedModel
+from shardproof.shard.sleeping import can_sleep
 from shardproof.train.optim import make_optimizer, make_schedule
 from shardproof.train.trainer import Trainer
 from shardproof.user_code import import_named, is_user_name
@@ -69,6 +70,7 @@ class Run:
     sampling: Sampling
     share: Share  # of the prompts, that this rank takes
     canary: tuple[int, ...]  # a prompt on which engine and trainer are compared
+    sleeps: bool  # the engine, while the policy is updated
     drift: MismatchWatch = field(default_factory=MismatchWatch)
 
     @property
@@ -115,8 +117,6 @@ def _load(
     logger.info("%d prompts to train on, %d held out", len(inputs.prompts), len(inputs.held_out))
     load_role = partial(_load_role, recipe, config=inputs.config, ledger=ledger, step=step)
     policy = load_role(None, "policy")
-    if recipe.rollout.exact:
-        make_exact(policy.model, policy.device, *(m for m in policy.module.modules() if isinstance(m, RoleModule)))
     needs_reference = "ref_logps" in algorithm.columns and recipe.model.lora is None
     reference = load_role(recipe.reference, "reference") if needs_reference else None
     critic = None
@@ -162,6 +162,8 @@ def _load(
         sampling=sampling,
         share=share,
         canary=inputs.canary,
+        # To wake is collective: all ranks sleep, or none.
+        sleeps=algorithm.spec.samples and all(exchange(sleeps(rollout, policy.device))),
     )
 
 
@@ -251,7 +253,7 @@ def make_engine(recipe: Recipe, policy: ShardedModel, replay: ExpertShape | None
         if recipe.model.trust_remote_code:
             settings = replace(settings, args=[*settings.args, "--trust-remote-code"])
         tolerance, size = recipe.canary_tolerance, rollout.batch_size
-        return VllmEngine(policy, settings, tolerance, size, rollout.sleep, replay)
+        return VllmEngine(policy, settings, tolerance, size, bool(rollout.sleep), replay)
     with together("rollout"):  # a replica may fit the memory of some ranks and not of others
         if is_user_name(recipe.rollout.engine):
             return _users_engine(recipe.rollout, policy)
@@ -266,8 +268,15 @@ def make_engine(recipe: Recipe, policy: ShardedModel, replay: ExpertShape | None
             kv_cache_gib=rollout.kv_cache_gib,
             fp8=rollout.fp8,
             exact=rollout.exact,
-            sleeps=rollout.sleep,
+            sleeps=sleeps(rollout, policy.device),
         )
+
+
+def sleeps(rollout: Rollout, device: torch.device) -> bool:
+    """Whether the engine sleeps during updates: as the recipe says, else where it then keeps its CUDA graphs."""
+    if rollout.sleep is not None:
+        return rollout.sleep
+    return rollout.engine == "embedded" and rollout.fp8 == "off" and can_sleep(device)
 
 
 def _users_engine(rollout: Rollout, policy: ShardedModel) -> Engine:
@@ -289,6 +298,7 @@ def _load_role(
     step: int,
 ) -> ShardedModel:
     model, override = recipe.model, section or Role()
+    exact = recipe.rollout.exact and role == "policy"
     source: str | RandomInit = override.path or model.path
     if model.random_init and override.path is None:
         source = RandomInit(config, recipe.train.seed)
@@ -306,9 +316,13 @@ def _load_role(
         checkpoint_activations=model.checkpoint_activations if role != "reference" else False,
         reshard_after_forward=model.reshard_after_forward,
         trust_remote_code=model.trust_remote_code,
-        compile=False if recipe.rollout.exact and role == "policy" else model.compile,
+        compile=False if exact else model.compile,
     )
-    return proved_load(ledger, step, role, make)
+    loaded = proved_load(ledger, step, role, make)
+    if exact:
+        roots = (module for module in loaded.module.modules() if isinstance(module, RoleModule))
+        make_exact(loaded.model, loaded.device, *roots)
+    return loaded
 
 
 def _trainer(recipe: Recipe, model: ShardedModel, lr: float | None) -> Trainer:
