@@ -60,7 +60,8 @@ def attention_problem(case: Case, dtype: torch.dtype, device: torch.device, tole
     from shardproof.rollout.paged import attention_kernels as kernels
 
     tuning = kernels.TUNING
-    kernels.TUNING = tuning._replace(few_items=0) if case.as_many else tuning
+    if case.as_many:
+        kernels.TUNING = tuning._replace(few_items=0, many=tuning.many._replace(chunk=64))
     try:
         return _attention_problem(case, dtype, device, tolerance)
     finally:

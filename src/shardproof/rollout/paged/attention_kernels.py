@@ -27,27 +27,27 @@ from shardproof.rollout.paged.attention_parts import (
 
 
 class Blocks(NamedTuple):
-    """How a program works."""
+    """How programs share the work, and how each of them does it."""
 
+    programs: int  # there should be that many, if contexts are long enough
+    chunk: int  # cached tokens that are worth a program
     block_t: int  # cached tokens at a time
     warps: int
     stages: int  # one more than blocks of cached tokens that are on their way
-    ahead: bool  # whether its first tokens are asked for before the kernel ahead has ended
+    ahead: bool  # whether the first tokens are asked for before the kernel ahead has ended
 
 
 class Tuning(NamedTuple):
     """What decides how fast the kernels are; defaults were measured on an H200."""
 
-    programs: int = 264  # that keep the device reading
-    most_splits: int = 64  # programs per context
-    chunk: int = 128  # cached tokens that are worth a program
     # Few programs must be quick, each of them; of many, as many as possible should fit on a multiprocessor.
     few_items: int = 512  # contexts times heads of keys
-    few: Blocks = Blocks(64, 8, 3, True)
-    many: Blocks = Blocks(16, 1, 4, True)
+    few: Blocks = Blocks(264, 128, 64, 8, 3, True)
+    many: Blocks = Blocks(264, 512, 16, 1, 4, True)
 
 
 TUNING = Tuning()
+_MOST_SPLITS = 64  # programs per context
 _COMBINED = 16  # pieces at a time
 
 
@@ -77,7 +77,7 @@ def _attend_kernel(
     SHARES: tl.constexpr, CHUNK: tl.constexpr, EARLY: tl.constexpr, AHEAD: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    head, row, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     GROUP: tl.constexpr = HEADS // KEY_HEADS
     dtype: tl.constexpr = keys_ptr.dtype.element_ty
     # What stands in the cache, and where, does not depend on the kernels before.
@@ -138,7 +138,7 @@ def _attend_rotated_kernel(
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, CHUNK: tl.constexpr, AHEAD: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    head, row, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     GROUP: tl.constexpr = HEADS // KEY_HEADS
     position = tl.load(positions_ptr + row).to(tl.int32)
     table_ptr = tables_ptr + row.to(tl.int64) * table_stride
@@ -198,7 +198,7 @@ def attend(
     q_norm, k_norm, eps = norms if norms is not None else (keys, keys, 0.0)
     out = torch.empty(rows, size - 2 * key_heads * width, dtype=keys.dtype, device=keys.device)
     splits, memory, options = _plan(out, keys, tables, window, softcap, sinks)
-    _attend_kernel[(rows, key_heads, splits)](
+    _attend_kernel[(key_heads, rows, splits)](
         sums, *rotary_tables, q_norm, k_norm, sinks if sinks is not None else out, keys, values, tables, positions, out,
         *memory, rows, tables.stride(0), shares, scaling, eps,
         NORM=norms is not None, SHARES=max(4, triton.next_power_of_2(shares)), EARLY=EARLY_LAUNCH,
@@ -225,7 +225,7 @@ def attend_rotated(
     rows, heads, width = query.shape
     out = torch.empty(rows, heads * width, dtype=query.dtype, device=query.device)
     splits, memory, options = _plan(out, keys, tables, window, softcap, sinks)
-    _attend_rotated_kernel[(rows, keys.shape[1], splits)](
+    _attend_rotated_kernel[(keys.shape[1], rows, splits)](
         query.contiguous(), key.contiguous(), value.contiguous(), sinks if sinks is not None else out,
         keys, values, tables, positions, out, *memory, tables.stride(0), scaling,
         BLOCK_W=triton.next_power_of_2(width), **options,
@@ -246,14 +246,14 @@ def _plan(
     rows, heads = len(out), out.shape[1] // width
     group, items = heads // key_heads, rows * key_heads
     capacity = tables.shape[1] * page
-    splits = num_splits(items, min(capacity, window or capacity))
+    blocks = TUNING.few if items <= TUNING.few_items else TUNING.many
+    splits = num_splits(blocks, items, min(capacity, window or capacity))
     pieces = items * splits * group if splits > 1 else 0
     memory = torch.empty(pieces * (width + 2), dtype=torch.float32, device=out.device)
-    blocks = TUNING.few if items <= TUNING.few_items else TUNING.many
     options = {
         "HEADS": heads, "KEY_HEADS": key_heads, "WIDTH": width, "PAGE": page,
         "WINDOW": window or 0, "SOFTCAP": softcap or 0.0, "SINKS": sinks is not None,
-        "CHUNK": TUNING.chunk, "AHEAD": blocks.ahead, "BLOCK_T": blocks.block_t, "BLOCK_S": _COMBINED,
+        "CHUNK": blocks.chunk, "AHEAD": blocks.ahead, "BLOCK_T": blocks.block_t, "BLOCK_S": _COMBINED,
         "BLOCK_G": triton.next_power_of_2(group), **_resources(blocks, group, width, out.device),
     }  # fmt: skip
     return splits, (*memory.split([pieces * width, pieces * 2]), _counters(items, out.device)), options
@@ -270,9 +270,9 @@ def _resources(blocks: Blocks, group: int, width: int, device: torch.device) -> 
     return {"num_warps": max(blocks.warps, width // 128, min(group * width // 512, 8)), "num_stages": stages}
 
 
-def num_splits(items: int, longest: int) -> int:
+def num_splits(blocks: Blocks, items: int, longest: int) -> int:
     """How many programs share a context of up to `longest` tokens, where rows times heads of keys are `items`."""
-    return max(1, min(TUNING.programs // items, TUNING.most_splits, longest // TUNING.chunk))
+    return max(1, min(blocks.programs // items, _MOST_SPLITS, longest // blocks.chunk))
 
 
 @remember
