@@ -175,10 +175,8 @@ def test_a_paged_cache_is_counted_as_it_is_made(tmp_path):
             small_recipe(tmp_path, "rollout.batch_size=8", "rollout.max_new_tokens=50", *settings)
         )
         found = estimate_run(recipe, Machine(ranks=1, gpu_bytes=int(gpu_gib * 2**30)), [5, 7])
-        assert {phase.name for phase in found.phases if "KV cache" in phase.device} >= {
-            "generate",
-            "update policy",
-        }
+        held = {phase.name for phase in found.phases if "KV cache" in phase.device}
+        assert "generate" in held and "update policy" not in held  # the engine sleeps then
         return next(phase.device["KV cache"] for phase in found.phases if phase.name == "generate")
 
     assert cache(80, "rollout.kv_cache_gib=2.5") == 2.5 * 2**30

@@ -50,9 +50,10 @@ class Rollout(Section):
     per block. The trainer's weights stay as they are; see docs/fp8.md for the mismatch and its correction."""
     offload_policy: bool = False
     """Move the policy to host memory while completions are sampled, to leave the GPU to the engine."""
-    sleep: bool = False
-    """Free the engine's weights and KV cache while the policy is updated. On CUDA, with a vLLM server that
-    the run starts."""
+    sleep: bool | None = None
+    """Free the engine's weights and KV cache while the policy is updated. By default the embedded engine does
+    so on CUDA where that costs a few milliseconds (not with `fp8`), and a vLLM server does not. vLLM can on
+    CUDA, in a server that the run starts."""
     canary_tolerance: Limit | None = None
     """How far the log-probs of engine and trainer may differ on the canary, a fixed prompt scored by both
     after each weight sync. By default 0.001 if `model.compute_dtype` is float32, else 0.5."""

@@ -146,7 +146,7 @@ def _experience(run: Run, step: int) -> Experience:
     experience = collect(run.buffer, run.scorers, run.algorithm, step=step)
     if run.background is not None:
         run.background.engine.check_drawn()
-    if run.recipe.rollout.sleep:
+    if run.sleeps:
         run.sampler.engine.sleep()
     return experience
 
@@ -195,7 +195,7 @@ def _sync(run: Run, step: int, folder: RunFolder) -> dict[str, float]:
     if not run.algorithm.spec.samples:
         run.sampler.versions.hand_over(run.policy.model.version)  # evaluations sample from the policy itself
         return version
-    if run.recipe.rollout.sleep:
+    if run.sleeps:
         run.sampler.engine.wake()
     request = Request(Trajectory.of_prompt(run.canary), run.recipe.train.seed)
     tolerance = run.recipe.canary_tolerance

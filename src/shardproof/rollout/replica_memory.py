@@ -21,7 +21,7 @@ class ReplicaMemory:
         self._model, self._device = model, device
         self.sleeping = SleepingMemory(device) if in_place and can_sleep(device) else None
         if self.sleeping is not None:
-            _move(model, self.sleeping)
+            self._region = _move(model, self.sleeping)
 
     def sleep(self) -> None:
         """Give up the memory."""
@@ -37,6 +37,8 @@ class ReplicaMemory:
         """Take the memory back, filled with NaN."""
         if self.sleeping is not None:
             self.sleeping.wake()
+            self._region.fill_(0xFF)  # of any floating-point dtype, NaN
+            return
         for param in reversed(list(self._model.parameters())):  # the last one in a storage says its size
             end = int(param.storage_offset() + param.numel()) * param.itemsize
             if param.untyped_storage().nbytes() < end:
@@ -44,8 +46,8 @@ class ReplicaMemory:
             param.data.fill_(float("nan"))
 
 
-def _move(model: nn.Module, memory: SleepingMemory) -> None:
-    """Move all parameters into one region, in their order; those that share a storage share memory there, too."""
+def _move(model: nn.Module, memory: SleepingMemory) -> torch.Tensor:
+    """Move all parameters into one region, which is returned; those that share a storage share memory there, too."""
     places: dict[int, int] = {}  # of each storage, where it begins
     size = 0
     for param in model.parameters():
@@ -59,3 +61,4 @@ def _move(model: nn.Module, memory: SleepingMemory) -> None:
         place = region.view(param.dtype).as_strided(param.shape, param.stride(), int(start))
         place.copy_(param.data)
         param.data = place
+    return region

@@ -2,7 +2,7 @@
 
 CUDA graphs hold addresses. An engine whose weights and cache lie here can give all of it up while the policy trains, and
 replay its graphs afterwards: memory that torch allocates would come back elsewhere, and every graph would have to be
-captured again. torch's allocator does not count this memory; `SleepingMemory.nbytes` does.
+captured again. torch's allocator does not count this memory: `track_peak` and `peak_bytes` measure both together.
 """
 
 from __future__ import annotations
@@ -63,6 +63,7 @@ class SleepingMemory:
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A new tensor, unwritten. Its memory is freed with the last tensor that shares it."""
         assert not self.asleep
+        _note_peak(self._device)
         count = torch.Size(shape).numel() * dtype.itemsize
         region = _Region(self._device, max(count, 1))
         region.take()
@@ -73,6 +74,7 @@ class SleepingMemory:
     def sleep(self) -> None:
         """Give the memory up; the tensors stay, and must not be used."""
         if not self.asleep:
+            _note_peak(self._device)
             for region in self._regions:
                 region.give_up()
             self.asleep = True
@@ -81,6 +83,7 @@ class SleepingMemory:
         """Take the memory back, unwritten. Raises torch.OutOfMemoryError if there is not enough."""
         if not self.asleep:
             return
+        _note_peak(self._device)
         taken = []
         try:
             for region in self._regions:
@@ -99,7 +102,7 @@ class _Region:
     def __init__(self, device: torch.device, nbytes: int):
         driver = _driver()
         torch.empty(1, device=device)  # makes the device's context current in this thread
-        self._index = torch.cuda.current_device() if device.index is None else device.index
+        self.index = _index(device)
         step = ctypes.c_size_t()
         _call(driver, "cuMemGetAllocationGranularity", ctypes.byref(step), ctypes.byref(self._properties), 0)
         self.nbytes = -(-nbytes // step.value) * step.value
@@ -108,10 +111,16 @@ class _Region:
         _call(driver, "cuMemAddressReserve", ctypes.byref(pointer), size, ctypes.c_size_t(0), *_ZEROS)
         self.address = int(pointer.value)
         self._is_there = False
+        _regions.add(self)
 
     @property
     def _properties(self) -> _Properties:
-        return _Properties(type=_PINNED, location=_Location(_ON_DEVICE, self._index))
+        return _Properties(type=_PINNED, location=_Location(_ON_DEVICE, self.index))
+
+    @property
+    def held(self) -> int:
+        """Bytes of memory behind the addresses now."""
+        return self.nbytes if self._is_there else 0
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
@@ -127,7 +136,7 @@ class _Region:
         finally:
             _call(driver, "cuMemRelease", handle)  # the mapping keeps it
         self._is_there = True
-        access = _Access(_Location(_ON_DEVICE, self._index), _READ_AND_WRITE)
+        access = _Access(_Location(_ON_DEVICE, self.index), _READ_AND_WRITE)
         _call(driver, "cuMemSetAccess", address, size, ctypes.byref(access), ctypes.c_size_t(1))
 
     def _create(self) -> ctypes.c_uint64:
@@ -149,7 +158,7 @@ class _Region:
                     raise
                 if is_last:
                     message = (
-                        f"there are no {self.nbytes / 2**30:.2f} GiB left on GPU {self._index} for the engine"
+                        f"there are no {self.nbytes / 2**30:.2f} GiB left on GPU {self.index} for the engine"
                     )
                     raise torch.OutOfMemoryError(message) from error
                 torch.cuda.empty_cache()
@@ -158,7 +167,7 @@ class _Region:
     def give_up(self) -> None:
         """Take the memory away from behind the addresses."""
         if self._is_there:
-            torch.cuda.synchronize(self._index)  # whatever uses it must have ended
+            torch.cuda.synchronize(self.index)  # whatever uses it must have ended
             self._is_there = False
             _call(_driver(), "cuMemUnmap", ctypes.c_uint64(self.address), ctypes.c_size_t(self.nbytes))
 
@@ -170,6 +179,8 @@ class _Region:
             pass
 
 
+_regions: WeakSet[_Region] = WeakSet()
+_peaks: dict[int, int] = {}  # of the devices that are tracked, by their index
 _ZEROS = (ctypes.c_uint64(0), ctypes.c_uint64(0))  # any address, no flags
 
 
@@ -206,3 +217,27 @@ def can_sleep(device: torch.device) -> bool:
         )
         return False
     return True
+
+
+def track_peak(device: torch.device) -> None:
+    """Measure from now on; torch's own peak of the device is reset whenever memory of this kind comes or goes."""
+    torch.cuda.reset_peak_memory_stats(device)
+    _peaks[_index(device)] = 0
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The most that torch's allocator and memory of this kind held at a time since `track_peak`."""
+    _note_peak(device)
+    return _peaks[_index(device)]
+
+
+def _note_peak(device: torch.device) -> None:
+    index = _index(device)
+    if index in _peaks:
+        held = sum(region.held for region in _regions if region.index == index)
+        _peaks[index] = max(_peaks[index], torch.cuda.max_memory_allocated(device) + held)
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def _index(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index

@@ -135,7 +135,9 @@ class _Counter:
         if _samples(recipe) and recipe.rollout.engine in ("embedded", "sharded"):
             free = None
             if machine.gpu_bytes:
-                free = machine.gpu_bytes - sum(each.parameters + each.optimizer for each in self.models.values())
+                free = machine.gpu_bytes - sum(
+                    each.parameters + each.optimizer for each in self.models.values()
+                )
             self.engine = engine_bytes(
                 recipe, self.shapes[POLICY], machine.num_ranks, prompt_lengths, machine.on_gpu, free
             )
@@ -183,7 +185,7 @@ class _Counter:
 
     def _update(self, role: str) -> Phase:
         model = self.models[role]
-        parts = self._resting(awake=not self.recipe.rollout.sleep)
+        parts = self._resting(awake=not self._sleeps())
         gradients = model.gradients
         if not self.is_accumulated and not _is_offloaded(self.recipe, role):
             # Gradients of one micro-batch take the place of its activations.
@@ -191,6 +193,13 @@ class _Counter:
         parts |= {f"{role} gradients": gradients, "activations": model.activations}
         parts["gathered, logits"] = model.gathered
         return self._phase(f"update {role}", parts)
+
+    def _sleeps(self) -> bool:
+        """Whether the engine sleeps during updates; what the driver of the GPU can do is not known here."""
+        rollout = self.recipe.rollout
+        if rollout.sleep is not None:
+            return rollout.sleep
+        return self.machine.on_gpu and rollout.engine == "embedded" and rollout.fp8 == "off"
 
     def _resting(self, awake: bool) -> Parts:
         """What is held whatever the phase: weights, optimizer states, and the engine unless it sleeps."""
