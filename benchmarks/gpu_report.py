@@ -216,7 +216,7 @@ def _judge_steps(results: dict[str, Any]) -> dict[str, str]:
     found[f"GRPO step below {MAX_RL_PEAK // GIB} GiB"] = _verdict(
         [ours and ours["peak_bytes"] / GIB], most=MAX_RL_PEAK / GIB
     )
-    first = results.get(FIRST, results.get(RL, {})).get(OURS)
+    first = results.get(FIRST, {}).get(OURS) or ours
     found[f"first step at most {MAX_FIRST_STEP_S:g} s"] = _verdict(
         [first and first["first_step_s"]], most=MAX_FIRST_STEP_S
     )
