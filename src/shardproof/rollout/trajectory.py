@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any, Literal
 
 from shardproof.rollout.experts import Experts
@@ -89,7 +89,7 @@ class Trajectory:
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        return tuple(token for segment in self.segments for token in segment.tokens)
+        return tuple(chain.from_iterable(segment.tokens for segment in self.segments))
 
     @property
     def sampled(self) -> tuple[Segment, ...]:

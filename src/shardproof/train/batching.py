@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -122,8 +123,7 @@ class Batch:
 
     def sequence_indices(self) -> torch.Tensor:
         """Which sequence each prediction belongs to."""
-        sizes = torch.tensor([length - 1 for length in self.lengths], dtype=torch.int64)
-        return torch.repeat_interleave(torch.arange(len(self)), sizes)
+        return numbered([length - 1 for length in self.lengths])
 
     def conversation_indices(self) -> torch.Tensor:
         """Which conversation each prediction belongs to: the place of its first sequence among all sequences."""
@@ -138,6 +138,11 @@ class Batch:
     def flat(self, name: str) -> torch.Tensor:
         """A column of all predictions in one row."""
         return torch.cat(self.columns[name])
+
+
+def numbered(counts: Sequence[int]) -> torch.Tensor:
+    """0 as often as the first count says, then 1, and so on. torch's own way waits for its threads, which takes longer."""
+    return torch.from_numpy(np.repeat(np.arange(len(counts)), np.asarray(counts, dtype=np.int64)))
 
 
 def batch_facts(batch: Batch, micro_batch_tokens: int, share: int) -> dict[str, Any]:

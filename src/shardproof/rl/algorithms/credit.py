@@ -12,7 +12,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from shardproof.rollout.trajectory import Trajectory, conversations_of, reward_of
-from shardproof.train.batching import Batch
+from shardproof.train.batching import Batch, numbered
 
 
 @dataclass(frozen=True)
@@ -37,13 +37,11 @@ class Turns:
         conversations = conversations_of(trajectories)
         members = dict(zip(conversations, trajectories, strict=True))
         segments = [segment for trajectory in trajectories for segment in trajectory.segments]
-        num_segments = torch.tensor([len(trajectory.segments) for trajectory in trajectories])
-        of_segment = torch.repeat_interleave(torch.tensor(conversations), num_segments)
+        of_segment = torch.tensor(conversations)[numbered([len(each.segments) for each in trajectories])]
         # Predictions have no place for a sequence's first token.
         firsts = torch.tensor(batch.lengths).cumsum(0) - torch.tensor(batch.lengths)
         predicted = torch.ones(sum(batch.lengths), dtype=torch.bool).index_fill(0, firsts, False)
-        sizes = torch.tensor([len(segment.tokens) for segment in segments])
-        segment = torch.repeat_interleave(torch.arange(len(segments)), sizes)[predicted]
+        segment = numbered([len(segment.tokens) for segment in segments])[predicted]
 
         mask = batch.flat_mask().bool()
         places = torch.arange(len(mask))
