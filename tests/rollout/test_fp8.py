@@ -132,7 +132,7 @@ def test_after_every_sync_the_engine_holds_the_rounded_weights_and_the_policy_it
     for found in run_ranks(2, synced, str(folder), fp8):
         assert found["same"] == [True] * 3 and found["untouched"] == [True] * 3 and found["receipt"], found
         first, second, third = found["said"]  # before rounding
-        assert len(first) == 15 and second != first and third == second, found
+        assert len(first) == 16 and second != first and third == second, found
         assert found["as plain"] == (fp8 == "weights"), found  # a rounded cache moves log-probs
 
 

@@ -61,13 +61,13 @@ def hand_over(
 
 
 def _unrounded_gap(rounded: Float8Weights, policy: ShardedModel) -> float:
-    """The largest difference between the trainer's log-probs of a text and the engine's before it rounded its weights.
+    """The largest difference between the trainer's log-probs of some tokens and the engine's before it rounded its weights.
 
     Collective: every rank.
     """
-    (trained,) = logprobs(policy, [rounded.canary], 1.0)
-    gap = (trained.cpu()[-len(rounded.said) :] - torch.tensor(rounded.said)).abs().max()
-    return largest(exchange(float(gap)))
+    trained = logprobs(policy, rounded.canary, 1.0)
+    gaps = [abs(float(each[-1]) - said) for each, said in zip(trained, rounded.said, strict=True)]
+    return largest(exchange(largest(gaps)))
 
 
 def canary_gap(engine: Engine, policy: ShardedModel, canary: Request, sampling: Sampling) -> float:

@@ -57,15 +57,16 @@ class Float8Weights:
     """The weights of a model's matmuls in float8: all that the blocks multiply with, except routers.
 
     Embeddings, the head, norms, biases and routers stay as they are. With `copies` the float8 weights are kept beside the
-    parameters, for kernels that read them (`copy_of`). `canary` is a fixed text, and `said` its log-probs before the last
-    rounding: what was sent is compared by them, and not what rounding made of it.
+    parameters, for kernels that read them (`copy_of`). `canary` are beginnings of a fixed text, each with the token that
+    the model found most likely before the last rounding, and `said` that token's log-prob: what was sent is compared by
+    them, and not what rounding made of it.
     """
 
     def __init__(self, model: PreTrainedModel, copies: bool):
         self._model = model
         self._weights = list(block_weights(model))
         self._copies = copies
-        self.canary = _canary(model)
+        self.canary: list[list[int]] = []
         self.said: list[float] = []
         if not copies:
             logger.warning(
@@ -76,15 +77,24 @@ class Float8Weights:
     @torch.no_grad()
     def round(self) -> None:
         """Round the parameters in place, and write the copies."""
-        ids = torch.tensor([self.canary], device=self._weights[0].device if self._weights else None)
-        logits = self._model(input_ids=ids, use_cache=False).logits[0, :-1].float()
-        self.said = torch.log_softmax(logits, -1).gather(1, ids[0, 1:, None])[:, 0].tolist()
+        self._speak()
         for weight in self._weights:
             copy = copy_of(weight)
             if copy is None and self._copies:
                 copy = Float8.like(weight)
                 weight.float8 = copy  # type: ignore[attr-defined]
             round_weight(weight, copy)
+
+    def _speak(self) -> None:
+        """Say what the model finds most likely after each token of a fixed text."""
+        embedding = self._model.get_input_embeddings().get_parameter("weight")
+        length = min(_CANARY_TOKENS, (max_positions(self._model.config) or _CANARY_TOKENS + 1) - 1)
+        text = [(31 * at * at + 17 * at + 3) % len(embedding) for at in range(length)]
+        ids = torch.tensor([text], device=embedding.device)
+        logits = self._model(input_ids=ids, use_cache=False).logits[0].float()
+        said, tokens = torch.log_softmax(logits, -1).max(-1)
+        self.said = said.tolist()
+        self.canary = [[*text[: at + 1], token] for at, token in enumerate(tokens.tolist())]
 
     def release(self) -> None:
         """Give up the memory of the copies."""
@@ -170,9 +180,3 @@ def rounding_cache(
             values, scale = round_states(new)
             new.copy_(values.to(new.dtype) * scale.to(new.dtype))
     return logits
-
-
-def _canary(model: PreTrainedModel) -> list[int]:
-    vocabulary = len(model.get_input_embeddings().get_parameter("weight"))
-    length = min(_CANARY_TOKENS, max_positions(model.config) or _CANARY_TOKENS)
-    return [(31 * at * at + 17 * at + 3) % vocabulary for at in range(length)]
