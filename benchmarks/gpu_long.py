@@ -155,19 +155,18 @@ class LargeCase:
         save(MEMORY, OURS, run_steps(options, self.settings, config=config), self.name)
 
 
-_SLEEP = {"sleep": True}
 LARGE_CASES = {
     case.name: case
     for case in (
         LargeCase(
             "7B, all weights, AdamW with 16-bit moments",
             BASE,
-            {"optimizer": {"moments": "bfloat16"}, "rollout": _SLEEP},
+            {"optimizer": {"moments": "bfloat16"}},
         ),
         LargeCase(
             "8B with LoRA",
             LARGE,
-            {"model": {"lora": {"r": _LORA_RANK}, "param_dtype": "bfloat16"}, "rollout": _SLEEP},
+            {"model": {"lora": {"r": _LORA_RANK}, "param_dtype": "bfloat16"}},
         ),
     )
 }

@@ -55,10 +55,13 @@ def add_step_options(sampling: Any) -> None:
     sampling.add_argument("--prompts", type=int, default=4, help="of a GRPO step")
     sampling.add_argument("--group", type=int, default=8, help="completions per prompt")
     sampling.add_argument("--grpo-steps", type=int, default=2, help="timed, after one that is not")
+    sampling.add_argument(
+        "--grpo-micro-batch-tokens", type=int, default=8192, help="of our GRPO step; a recipe's default"
+    )
     sampling.add_argument("--tail-prompts", type=int, default=64, help="of a GRPO step with long tails")
     sampling.add_argument("--tail-steps", type=int, default=1, help="timed, after one that is not")
     sampling.add_argument("--trl-completions", type=int, default=16, help="of a micro-batch of GRPOTrainer")
     sampling.add_argument("--trl-tail-completions", type=int, default=4, help="the same, with long tails")
     sampling.add_argument(
-        "--set", nargs="+", default=[], metavar="KEY=VALUE", help="settings of our recipe, such as rollout.sleep=true"
+        "--set", nargs="+", default=[], metavar="KEY=VALUE", help="settings of our recipe, such as rollout.sleep=false"
     )  # fmt: skip

@@ -14,9 +14,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks.gpu_cases import tail_lengths
 from benchmarks.gpu_ours import OURS, join_group, load_options
-from benchmarks.gpu_timing import Row, Save, peak_bytes
+from benchmarks.gpu_timing import Row, Save
 from benchmarks.gpu_workload import (
     EXACT,
     FIRST,
@@ -84,11 +86,15 @@ def run_steps(
     """Mean seconds by phase of the steps after the first, the first one's own, and the most memory of all."""
     from shardproof.config.load import parse_recipe
     from shardproof.rl.loop import train
+    from shardproof.shard import sleeping
 
     join_group()
     num = options.prompts * options.group
     lengths = tail_lengths(num, options.tail_mean, options.tail_longest) if tails else [options.steps] * num
     clock = _Clock()
+    device = torch.device(options.device)
+    if device.type == "cuda":
+        sleeping.track_peak(device)
     with tempfile.TemporaryDirectory() as folder, _limited(lengths) if tails else nullcontext():
         recipe = make_recipe(Path(folder), options, config)
         for section, values in (settings or {}).items():
@@ -103,7 +109,7 @@ def run_steps(
     timed = clock.metrics[1:]
     row = {
         "step_s": (clock.ended[-1] - clock.ended[0]) / len(timed),
-        "peak_bytes": peak_bytes(options.device),
+        "peak_bytes": sleeping.peak_bytes(device) if device.type == "cuda" else 0,
         "first_step_s": clock.metrics[0]["time/step"],
         "mismatch_max": max(metrics.get("mismatch/max", float("nan")) for metrics in clock.metrics),
         "tokens": sum(lengths),
@@ -170,7 +176,7 @@ def make_recipe(folder: Path, options: argparse.Namespace, config: Any = None) -
         "train": {
             "steps": 1 + options.grpo_steps,
             "prompts_per_step": options.prompts,
-            "micro_batch_tokens": options.micro_batch_tokens,
+            "micro_batch_tokens": options.grpo_micro_batch_tokens,
             "ranks": 1,
         },
         "output": {
@@ -183,7 +189,7 @@ def make_recipe(folder: Path, options: argparse.Namespace, config: Any = None) -
 
 
 def _apply(recipe: dict[str, Any], override: str) -> None:
-    """Put a setting such as `rollout.sleep=true` into a recipe."""
+    """Put a setting such as `rollout.sleep=false` into a recipe."""
     key, _, text = override.partition("=")
     section, _, leaf = key.partition(".")
     try:

@@ -23,6 +23,7 @@ TINY = {
     "sequences": 8,
     "lengths": [8, 64],
     "micro_batch_tokens": 256,
+    "grpo_micro_batch_tokens": 256,
     "repeats": 1,
     "rows": 4,
     "prompt": 8,
