@@ -1,5 +1,7 @@
 """Compiled blocks: each transformer block's elementwise work fused by torch.compile, once for all blocks and lengths.
 
+Plain blocks have kernels of our own for that (`plain_block`), and are compiled only where those fail.
+
 What is compiled is a module's `forward`, not the module: FSDP's hooks and activation checkpointing run around it as
 they always do, and no name in the module changes. All blocks of one class share one compilation. Token counts are
 symbols in it, so micro-batches of other lengths use it too. Scoring without gradients runs what training runs, and drops
@@ -12,7 +14,7 @@ import importlib.util
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache, update_wrapper, wraps
 from typing import Any
 
@@ -21,7 +23,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 
-from shardproof.model import hf_private
+from shardproof.model import hf_private, plain_block
 
 
 @cache
@@ -56,9 +58,13 @@ def _constant_floats() -> AbstractContextManager[None]:
 
 
 def compile_blocks(model: PreTrainedModel) -> None:
-    """Compile the forward of every block; nothing happens before its first call."""
-    for part in _parts(model):
-        part.forward = _Forward(part)
+    """Let every block run through kernels of our own or compiled; nothing happens before its first call."""
+    for block in _blocks(model):
+        written = block.forward
+        for part in _parts(block):
+            part.forward = _Forward(part)
+        if plain_block.is_plain(block):
+            block.forward = plain_block.PlainForward(block, written, fallback=block.forward)
 
 
 class _Forward:
@@ -117,27 +123,31 @@ def is_compiled(model: PreTrainedModel) -> bool:
 
 
 def _has_compiled_forward(module: nn.Module) -> bool:
-    return isinstance(vars(module).get("forward"), _Forward)
+    return isinstance(vars(module).get("forward"), _Forward | plain_block.PlainForward)
 
 
-def uncompiled() -> AbstractContextManager[None]:
-    """Inside the block compiled forwards run as they are written."""
-    return torch.compiler.set_stance("force_eager")
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """Inside the block all forwards run as they are written."""
+    with torch.compiler.set_stance("force_eager"), plain_block.as_written():
+        yield
 
 
-def _parts(model: PreTrainedModel) -> Iterator[nn.Module]:
-    """Blocks; of a block with experts the parts beside them.
+def _blocks(model: PreTrainedModel) -> list[nn.Module]:
+    classes = hf_private.block_classes(model)
+    return [module for module in model.modules() if type(module).__name__ in classes]
+
+
+def _parts(block: nn.Module) -> Iterator[nn.Module]:
+    """The block; of a block with experts the parts beside them.
 
     What routes tokens is left out: a recompute replays its choices, which a compiled router would not know of, and
     experts have kernels of their own.
     """
-    classes = hf_private.block_classes(model)
-    for module in model.modules():
-        if type(module).__name__ in classes:
-            if any(routes(child) for child in module.modules()):
-                yield from (child for child in module.children() if not any(map(routes, child.modules())))
-            else:
-                yield module
+    if any(routes(child) for child in block.modules()):
+        yield from (child for child in block.children() if not any(map(routes, child.modules())))
+    else:
+        yield block
 
 
 def routes(module: nn.Module) -> bool:
