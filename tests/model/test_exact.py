@@ -100,6 +100,7 @@ def test_attention_does_not_depend_on_the_queries_beside_it(extras):
         ("gemma2", torch.bfloat16),
         ("mistral", torch.float32),
         ("deepseek_v3", torch.float32),
+        ("gpt_oss", torch.float32),
     ],
 )
 def test_decoding_gives_the_logits_of_packed_sequences(family, dtype):

@@ -57,8 +57,10 @@ def make_exact(model: PreTrainedModel, device: torch.device, *roots: nn.Module) 
     blocks = [m for m in model.modules() if any(each.__name__ in classes for each in type(m).__mro__)]
     for module in dict.fromkeys((*roots, model, model.base_model, *blocks)):
         module.forward = _exact_forward(module.forward)
-    if experts := hf_private.expert_modules(model):
-        plain = all(map(hf_private.is_plain_gated, experts)) and device.type == "cuda"
+    if experts := hf_private.expert_modules(model, with_activation=False):
+        plain = device.type == "cuda" and all(
+            hasattr(each, "act_fn") and hf_private.is_plain_gated(each) for each in experts
+        )
         hf_private.set_experts_implementation(experts, EXPERTS if plain else _EAGER_EXPERTS)
     if device.type == "cuda":
         use_exact_blocks(model)

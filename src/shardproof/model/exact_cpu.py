@@ -20,6 +20,7 @@ BLOCK = 64  # keys that attention reads at a time, from position 0 on
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """x @ weight.T + bias for [rows, k] and [n, k]."""
     out = torch.empty(len(x), len(weight), dtype=x.dtype)
+    weight = weight.contiguous()  # one kernel for all: a transposed one is another
     for at in range(0, len(x), _ROWS):
         part = x[at : at + _ROWS]
         filled = pad(part, (0, 0, 0, _ROWS - len(part))) if len(part) < _ROWS else part

@@ -160,13 +160,13 @@ def register_experts(name: str, function: Callable[..., torch.Tensor]) -> None:
     ALL_EXPERTS_FUNCTIONS.register(name, function)
 
 
-def expert_modules(model: nn.Module) -> list[nn.Module]:
-    """The modules that hold a layer's experts as fused parameters and ask the interface how to run them."""
-    return [
-        module
-        for module in model.modules()
-        if hasattr(module, "is_transposed") and _has_experts_config(module) and hasattr(module, "act_fn")
-    ]
+def expert_modules(model: nn.Module, with_activation: bool = True) -> list[nn.Module]:
+    """The modules that hold a layer's experts as fused parameters and ask the interface how to run them.
+
+    With `with_activation`, those that have their activation as a module.
+    """
+    found = [m for m in model.modules() if hasattr(m, "is_transposed") and _has_experts_config(m)]
+    return [module for module in found if hasattr(module, "act_fn") or not with_activation]
 
 
 def is_plain_gated(experts: nn.Module) -> bool:
