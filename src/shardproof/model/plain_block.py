@@ -21,7 +21,7 @@ from torch.nn.functional import linear
 
 from shardproof.bounds import largest, within
 from shardproof.model import hf_private
-from shardproof.model.attention import PACKED, packed_attention
+from shardproof.model.attention import packed_attention
 from shardproof.model.packing import Packing
 
 logger = logging.getLogger(__name__)
@@ -112,7 +112,7 @@ class PlainForward:
         attention = self._block.self_attn
         return (
             runs_on(hidden)
-            and attention.config._attn_implementation == PACKED
+            and hf_private.attention_function(attention) is packed_attention
             and hidden.shape[0] == 1
             and kwargs.get("past_key_values") is None
             and kwargs.get("attention_mask") is None
