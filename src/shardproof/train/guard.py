@@ -11,14 +11,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from shardproof.bounds import within
 from shardproof.dist.collectives import exchange
 from shardproof.dist.mesh import replicate_size
 from shardproof.errors import fail
 from shardproof.shard.sharded_model import ShardedModel
-from shardproof.shard.torch_private import clean_name
+from shardproof.shard.torch_private import clean_name, local_tensor
 from shardproof.train.metrics import MetricSums, check_same_metrics, reduce_metrics
 
 
@@ -38,7 +37,7 @@ class Verdict:
 def local_gradients(policy: ShardedModel) -> list[torch.Tensor]:
     """This rank's part of every gradient."""
     grads = [param.grad for param in policy.parameters() if param.requires_grad and param.grad is not None]
-    return [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
+    return list(map(local_tensor, grads))
 
 
 def local_square_norm(policy: ShardedModel) -> torch.Tensor:
@@ -138,7 +137,7 @@ def _bad_parameters(policy: ShardedModel) -> list[str]:
     found = []
     for name, param in policy.named_parameters():
         if param.grad is not None:
-            grad = param.grad.to_local() if isinstance(param.grad, DTensor) else param.grad
+            grad = local_tensor(param.grad)
             if grad.numel() and not bool(torch.isfinite(grad).all()):
                 found.append(name)
     return found
