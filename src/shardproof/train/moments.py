@@ -44,17 +44,27 @@ class Factors:
         )
 
 
-def plain_step(
-    param: torch.Tensor,
-    grad: torch.Tensor,
-    mean: torch.Tensor,
-    square: torch.Tensor,
-    start: int,
-    factors: Factors,
-) -> None:
+@dataclass(frozen=True)
+class Part:
+    """What a step changes of one parameter: flat tensors of this rank's elements, the first of which has a number."""
+
+    param: torch.Tensor
+    grad: torch.Tensor
+    mean: torch.Tensor
+    square: torch.Tensor
+    start: int
+    factors: Factors
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return self.param, self.grad, self.mean, self.square
+
+
+def plain_step(part: Part) -> None:
     """A step in plain torch, chunk by chunk. Every operation rounds once, so results do not depend on where chunks end."""
+    factors = part.factors
     first, second = factors.betas
-    rows = zip(*(each.split(_CHUNK) for each in (param, grad, mean, square)), strict=True)
+    rows = zip(*(each.split(_CHUNK) for each in part.tensors), strict=True)
     for index, (weights, given, old_mean, old_square) in enumerate(rows):
         given = given.float()
         new_mean = old_mean.float()
@@ -64,7 +74,7 @@ def plain_step(
         changed = weights.float() * factors.decay
         changed -= new_mean * factors.rate / (new_square.sqrt() * factors.root + factors.eps)
         weights.copy_(changed)
-        bits = random_bits(start + index * _CHUNK, given.numel(), factors.key, given.device)
+        bits = random_bits(part.start + index * _CHUNK, given.numel(), factors.key, given.device)
         old_mean.copy_(round_at_random(new_mean, bits & 0xFFFF))
         old_square.copy_(round_at_random(new_square, (bits >> 16) & 0xFFFF))
 
