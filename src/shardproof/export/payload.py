@@ -18,7 +18,7 @@ from shardproof.model.lora import ADAPTER
 from shardproof.shard.local import LocalShard
 from shardproof.shard.plan import ShardPlan
 from shardproof.shard.sharded_model import ShardedModel
-from shardproof.shard.torch_private import clean_name
+from shardproof.shard.torch_private import clean_name, copy_all
 from shardproof.weights.box_tensor import BoxTensor
 from shardproof.weights.boxes import Box, cut, enclosing_range
 from shardproof.weights.mapping import ExportEntry, map_export
@@ -124,7 +124,7 @@ class Payload:
         room = [-(-source.numel() // step) * step for source in sources]
         buffer = torch.zeros(sum(room), dtype=dtype, device=self.policy.device)
         places = [part[: source.numel()] for part, source in zip(buffer.split(room), sources, strict=True)]
-        torch._foreach_copy_(places, sources)
+        copy_all(places, sources)
         return dict(zip(names, places, strict=True)), [buffer]
 
     def held(self, name: str, adapters: Mapping[str, torch.Tensor]) -> LocalShard:

@@ -35,6 +35,7 @@ from shardproof.rollout.recording import Recorder
 from shardproof.rollout.replica_memory import ReplicaMemory
 from shardproof.rollout.trajectory import Trajectory
 from shardproof.shard.sharded_model import ShardedModel
+from shardproof.shard.torch_private import copy_all
 from shardproof.train.routing import routers_of
 from shardproof.weights.boxes import Box, Piece, cut, put
 from shardproof.weights.mapping import CheckpointMap, map_checkpoint
@@ -105,7 +106,9 @@ class EmbeddedEngine(BatchEngine):
             return None
         self.take_all_at_once()
         memory = self._memory.sleeping
-        return PagedDecoder(self.model, self.device, self._recorder, batch_size, kv_cache_gib, memory)
+        decoder = PagedDecoder(self.model, self.device, self._recorder, batch_size, kv_cache_gib, memory)
+        decoder.start_compiling()
+        return decoder
 
     def submit(self, requests: Sequence[Request], sampling: Sampling) -> list[int]:
         """Queue this rank's requests; returns a ticket for each. Collective: every rank, possibly with no request."""
@@ -357,7 +360,7 @@ class _Copies:
 
     def make(self) -> None:
         if self._targets:
-            torch._foreach_copy_(self._targets, self._sources)
+            copy_all(self._targets, self._sources)
         self._targets, self._sources, self._nbytes = [], [], 0
 
 

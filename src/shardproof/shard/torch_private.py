@@ -186,6 +186,11 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach()
 
 
+def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copy each source to its target, on a GPU with a few kernels for all of them; dtypes may differ."""
+    torch._foreach_copy_(list(targets), list(sources))
+
+
 def dtensor_range(param: DTensor) -> tuple[int, int]:
     """The flat range of the whole tensor that this rank's piece of a dim-0 sharded DTensor is."""
     rows, row = param.shape[0], param.shape[1:].numel()
