@@ -7,6 +7,8 @@ the backward pass, which follows at once: computing them again is a fifth of the
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,15 +16,22 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
+from shardproof.bounds import largest, within
 from shardproof.model import exact
 from shardproof.model.compiling import can_compile, fused
+
+logger = logging.getLogger(__name__)
 
 # Elements of one chunk of logits: a handful of float32 chunks of 128 MiB exist at a time. Where a chunk's arithmetic is
 # one kernel there are two of 1 GiB in 16 bits: enough rows for the matrix units, and few passes over the head's gradient.
 _CHUNK_ELEMENTS = 1 << 25
 _FUSED_CHUNK_ELEMENTS = 1 << 29
 _TILE = 128  # rows that matrix units take at a time
+_PROBED = 16  # rows on which kernels are compared
+_MAX_ERROR = 0.01  # of log-probs, and of gradients as shares of their norm
 _SPARE = 0.1  # share of a GPU's memory that kept chunks leave free
+
+Settings = tuple[float, float, float | None, bool]  # temperature, scale, soft cap, whether entropy is wanted
 
 
 @dataclass(frozen=True)
@@ -85,10 +94,10 @@ class _ChunkedHead(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         targets: torch.Tensor,
-        settings: tuple[float, float, float | None, bool],
+        settings: Settings,
         num_kept: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        read = fused(_read_chunk, hidden) if not exact.active() else _read_exactly
+        read = _read_exactly if exact.active() else _functions(hidden, weight, settings)[0]
         parts, ctx.kept = [], []
         for rows in _chunks(hidden, weight):
             z = nn.functional.linear(hidden[rows], weight, bias)
@@ -103,7 +112,7 @@ class _ChunkedHead(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_logps: torch.Tensor, grad_entropy: torch.Tensor) -> Any:  # type: ignore[override]
         hidden, weight, bias, targets, norms, entropy = ctx.saved_tensors
-        differentiate = fused(_differentiate_chunk, hidden)
+        _, differentiate = _functions(hidden, weight, ctx.settings)
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if ctx.needs_input_grad[2] else None
@@ -123,6 +132,53 @@ class _ChunkedHead(torch.autograd.Function):
         grad_weight = grad_weight.to(weight.dtype) if grad_weight is not None else None
         grad_bias = grad_bias.to(bias.dtype) if grad_bias is not None else None
         return grad_hidden, grad_weight, grad_bias, None, None, None
+
+
+def _functions(
+    hidden: torch.Tensor, weight: torch.Tensor, settings: Settings
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """How a chunk's outputs are read, and differentiated: by kernels of our own where they are found right."""
+    if can_compile(hidden.device, hidden.dtype):
+        _, scale, softcap, want_entropy = settings
+        kind = (hidden.device, hidden.dtype, len(weight), scale != 1.0, softcap is not None, want_entropy)
+        if kind not in _verdicts:
+            _verdicts[kind] = _are_right(hidden, len(weight), settings)
+        if _verdicts[kind]:
+            from shardproof.model import head_kernels  # Triton is not everywhere
+
+            return head_kernels.read, head_kernels.differentiate
+    return fused(_read_chunk, hidden), fused(_differentiate_chunk, hidden)
+
+
+_verdicts: dict[tuple[Any, ...], bool] = {}  # on the kernels, by the kind of head
+
+
+def _are_right(hidden: torch.Tensor, vocabulary: int, settings: Settings) -> bool:
+    """Whether the kernels say of random outputs what plain operations say."""
+    draw = torch.Generator(hidden.device).manual_seed(0)
+    size = (_PROBED, vocabulary)
+    z = (3.0 * torch.randn(size, generator=draw, device=hidden.device)).to(hidden.dtype)
+    targets = torch.randint(vocabulary, size[:1], generator=draw, device=hidden.device)
+    grads = torch.randn(2, _PROBED, generator=draw, device=hidden.device)
+    try:
+        from shardproof.model import head_kernels
+
+        read, wanted = head_kernels.read(z, targets, *settings), _read_chunk(z, targets, *settings)
+        problems = [
+            float((one - other).abs().max()) for one, other in zip(read, wanted, strict=True) if len(one)
+        ]
+        columns = (targets, wanted[1], grads[0], wanted[2], grads[1] if settings[3] else grads[1][:0])
+        plain = _differentiate_chunk(z, *columns, *settings).float()
+        found = head_kernels.differentiate(z.clone(), *columns, *settings).float()
+        problems.append(float((found - plain).norm() / plain.norm()))
+        problem = None if within(largest(problems), _MAX_ERROR) else f"they differ by {problems}"
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # whatever a kernel's compiler and launcher raise
+        problem = f"they failed ({type(error).__name__}: {error})"
+    if problem is not None:
+        logger.warning("the head runs without our own kernels: %s", problem)
+    return problem is None
 
 
 def _part(column: torch.Tensor, rows: slice) -> torch.Tensor:
