@@ -12,7 +12,7 @@ import triton.language as tl
 _WIDEST_IN_GROUPS = 256  # a norm of fewer columns takes several rows per program
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _norm_kernel(
     x_ptr, weight_ptr, out_ptr, rows, n, x_stride, eps, ROWS: tl.constexpr, BLOCK_N: tl.constexpr
 ):

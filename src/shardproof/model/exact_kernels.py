@@ -30,7 +30,7 @@ def _visible(scores, at, position, softcap, window, WINDOW: tl.constexpr, SOFTCA
     return tl.where(seen, scores, float("-inf"))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "heads", "window", "table_stride"])
 def _attention_kernel(
     query_ptr,  # [tokens, heads, width]
     key_ptr, value_ptr,  # by strides: blocks of a cache, or the tokens of packed sequences
@@ -93,7 +93,7 @@ def _attention_kernel(
     tl.store(norms_ptr + head.to(tl.int64) * tokens + token, norm, mask=here)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def _store_kernel(
     key_ptr, value_ptr,  # [rows, key heads, width], by strides
     keys_ptr, values_ptr,  # [blocks, key heads, 64, width]
@@ -179,7 +179,7 @@ def attention(
     norms = torch.empty(heads, num_tokens, dtype=torch.float32, device=query.device)
     log2e = 1.4426950408889634
     scale = scaling if softcap is not None else scaling * log2e
-    tile = {"BLOCK_M": BLOCK, "num_warps": 4, "num_stages": 2} | (tile or {})
+    tile = {"BLOCK_M": BLOCK, "num_warps": 4, "num_stages": 3} | (tile or {})
     _attention_kernel[(len(tiles[0]), key_heads)](
         query, key, value, out, norms, tables, *tiles, *sequences, sinks if sinks is not None else query,
         num_tokens, heads, scale, softcap or 0.0, window or 0, tables.stride(0),

@@ -27,7 +27,7 @@ def _tile(num_row_tiles, num_column_tiles, GROUP: tl.constexpr):
     return first_tile + (number % width) % height, (number % width) // height
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "visits", "num_row_tiles"])
 def _linear_kernel(
     x_ptr,  # [rows, k]
     weight_ptr,  # [experts, n, k]
@@ -71,7 +71,7 @@ def _linear_kernel(
     tl.store(out_at, total.to(out_ptr.dtype.element_ty), mask=weight_mask & here[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _linear_many_kernel(
     x_desc,  # [rows, k]
     weight_desc,  # [n, k]
