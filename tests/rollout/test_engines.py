@@ -136,6 +136,25 @@ def sleep_and_wake(folder: str) -> dict[str, Any]:
     return found | {"paged": [each.tokens for each in paged] == [each.tokens for each in before]}
 
 
+def without_a_paged_cache(folder: str) -> dict[str, Any]:
+    """A decoder that fails for a reason of its own is given up, and what batches of rows draw is the same."""
+    engine = ready("embedded", folder, 2)
+    before = generate(engine, ask(5), SAMPLING)
+    engine.decoder = PagedDecoder(engine.model, engine.device)
+
+    def fail(*given: Any) -> None:
+        raise ValueError("this attention has another shape")
+
+    engine.decoder.__class__ = type("Failing", (PagedDecoder,), {"__call__": fail})
+    engine.take_all_at_once()
+    return {"same": generate(engine, ask(5), SAMPLING) == before, "gone": engine.decoder is None}
+
+
+def test_an_engine_whose_paged_cache_fails_decodes_without(folder):
+    (found,) = run_ranks(1, without_a_paged_cache, folder)
+    assert found == {"same": True, "gone": True}
+
+
 def tensors_of(decoder: PagedDecoder) -> list[torch.Tensor]:
     memory, *_ = decoder.parts
     return [memory.slots.tokens, memory.logits, memory.cache.keys[0]]

@@ -139,7 +139,7 @@ def test_records_of_steps_that_are_graphs(monkeypatch):
     monkeypatch.setattr(graphs, "host_waits", lambda step, device: False)
     kernels = SimpleNamespace(attend_rotated=attend_plain)
     monkeypatch.setitem(sys.modules, "shardproof.rollout.paged.attention_kernels", kernels)
-    monkeypatch.setattr(steps, "_WORTH_CAPTURING", 1)
+    monkeypatch.setattr(steps, "WORTH_CAPTURING", 1)
     talk = Talk("qwen3_moe", blocks=50)
     talk.paged.ways.attention = talk.paged.ways.graphs = True
     assert_own(talk, talk.turns(3))

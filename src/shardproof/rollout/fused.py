@@ -94,6 +94,7 @@ class FusedStep:
 
     def __init__(self, model: PreTrainedModel, cache: PagedCache, most_blocks: int):
         self._base = cast(Any, model.base_model)
+        self._layers = list(self._base.layers)
         self._head: nn.Module = model.get_output_embeddings()
         self._experts = hf_private.expert_modules(self._base)
         self._routes = [bool(hf_private.expert_modules(block.mlp)) for block in self._base.layers]
@@ -102,6 +103,15 @@ class FusedStep:
         positions = torch.arange(most_blocks * BLOCK, device=like.device)[None]
         cos, sin = self._base.rotary_emb(like.new_empty(1, 1, 1), positions)
         self._tables = (cos[0].contiguous(), sin[0].contiguous())
+
+    def keep_one_of_each_kind(self) -> None:
+        """Leave out layers that launch the same kernels as others: what is computed then is worthless."""
+        # After the first layer a norm also adds up what the layer before has left.
+        kinds = {routes: number for number, routes in reversed(list(enumerate(self._routes)))}
+        chosen = sorted({*kinds.values(), min(1, len(self._routes) - 1)})
+        for name in ("_layers", "_routes", "_cache"):
+            every = getattr(self, name)
+            setattr(self, name, [every[number] for number in chosen])
 
     def __call__(self, slots: Slots, out: torch.Tensor) -> None:
         """Read each slot's token; logits [rows, vocabulary] go to `out`, keys and values into the slots' blocks."""
@@ -119,7 +129,7 @@ class FusedStep:
 
         tables, positions = slots.tables, slots.positions
         states, sums = self._base.embed_tokens(slots.ids[:, 0]), None
-        for block, routes, cache in zip(self._base.layers, self._routes, self._cache, strict=True):
+        for block, routes, cache in zip(self._layers, self._routes, self._cache, strict=True):
             attention, mlp = block.self_attn, block.mlp
             normed = kernels.add_norm(states, sums, *_norm(block.input_layernorm))
             projections = (attention.q_proj, attention.k_proj, attention.v_proj)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import torch
 
-from shardproof.rollout.paged.compiling import compile_together
+from shardproof.rollout.paged.compiling import Compiling
 
 
 class Kernel:
@@ -47,14 +47,14 @@ def test_each_missing_kernel_is_compiled_once_and_none_is_launched_before(monkey
         lambda: good("16 rows"),
         lambda: bad("16 rows"),
     ]
-    assert compile_together(launches, torch.device("cpu")) == 2
+    assert Compiling(launches, torch.device("cpu")).wait() == 2
     assert sorted(good.compiled) == ["16 rows", "32 rows"] and good.launched == []
     assert knobs.runtime.jit_cache_hook is None
-    assert compile_together([lambda: good("16 rows")], torch.device("cpu")) == 0
+    assert Compiling([lambda: good("16 rows")], torch.device("cpu")).wait() == 0
     assert good.launched == ["16 rows"]
 
 
 def test_without_triton_or_with_another_one_nothing_is_compiled_ahead(monkeypatch):
     for module in (None, SimpleNamespace()):
         monkeypatch.setitem(sys.modules, "triton", module)
-        assert compile_together([lambda: None], torch.device("cpu")) == 0
+        assert Compiling([lambda: None], torch.device("cpu")).wait() == 0

@@ -54,7 +54,7 @@ def capturing(monkeypatch):
     monkeypatch.setattr(graphs, "host_waits", lambda step, device: False)
     kernels = SimpleNamespace(attend_rotated=attend_plain)
     monkeypatch.setitem(sys.modules, "shardproof.rollout.paged.attention_kernels", kernels)
-    monkeypatch.setattr(steps, "_WORTH_CAPTURING", 4)
+    monkeypatch.setattr(steps, "WORTH_CAPTURING", 4)
     return made
 
 
@@ -158,6 +158,7 @@ def test_graphs_that_fail_are_given_up_last(model, monkeypatch, caplog, capturin
 @pytest.mark.parametrize("tokens", [9, 90])
 def test_graphs_without_kernels_of_our_own(model, monkeypatch, caplog, capturing, tokens):
     """In float32, or without Triton: contexts that grow need graphs for wider tables."""
+    monkeypatch.setitem(sys.modules, "shardproof.rollout.paged.attention_kernels", None)
     decoder = PagedDecoder(model, CPU)
     decoder.ways.graphs = True
     requests = many(6, 100)
@@ -263,7 +264,7 @@ def test_numbers_that_decide_draws_are_the_same_on_the_device():
 
 
 def test_a_few_tokens_are_not_worth_a_graph_unless_every_call_asks_for_them(model, monkeypatch, capturing):
-    monkeypatch.setattr(steps, "_WORTH_CAPTURING", 30)
+    monkeypatch.setattr(steps, "WORTH_CAPTURING", 30)
     decoder = decoder_with(model, monkeypatch, capturing)
     counts = []
     for requests, sampling in (

@@ -6,7 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -16,28 +16,37 @@ logger = logging.getLogger(__name__)
 _MOST_THREADS = 16
 
 
-def compile_together(launches: list[Callable[[], object]], device: torch.device) -> int:
-    """Compile the kernels that these functions launch, in threads; returns how many.
+class Compiling:
+    """Kernels that some functions launch, on their way to be compiled in threads.
 
-    Kernels that are not compiled yet are not launched: what the functions write must be worthless. Whatever fails here
-    is left to the first real launch.
+    Kernels that are not compiled yet are not launched: what the functions write must be worthless, and nothing else may
+    launch kernels meanwhile. Whatever fails is left to the first real launch.
     """
-    began = time.perf_counter()
-    try:
-        wanted = _wanted(launches)
-    except Exception as error:
-        logger.debug("kernels are compiled one by one (%s: %s)", type(error).__name__, error)
-        return 0
-    if not wanted:
-        return 0
-    logger.info("compiling %d kernels ...", len(wanted))
-    with ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1)) as pool:
-        results = pool.map(lambda each: _compile(each[0], each[1], device), wanted)
-        problems = [problem for problem in results if problem is not None]
-    logger.info("compiled %d kernels in %.1f s", len(wanted), time.perf_counter() - began)
-    for problem in problems:
-        logger.debug("a kernel is compiled when it is launched (%s)", problem)
-    return len(wanted) - len(problems)
+
+    def __init__(self, launches: list[Callable[[], object]], device: torch.device):
+        self._began = time.perf_counter()
+        self._results: list[Future[str | None]] = []
+        try:
+            wanted = _wanted(launches)
+        except Exception as error:
+            logger.debug("kernels are compiled one by one (%s: %s)", type(error).__name__, error)
+            return
+        if wanted:
+            logger.info("compiling %d kernels ...", len(wanted))
+            pool = ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1))
+            self._results = [pool.submit(_compile, kernel, data, device) for kernel, data in wanted]
+            pool.shutdown(wait=False)
+
+    def wait(self) -> int:
+        """Wait for all; returns how many were compiled."""
+        problems = [result.result() for result in self._results]
+        for problem in problems:
+            if problem is not None:
+                logger.debug("a kernel is compiled when it is launched (%s)", problem)
+        if problems:
+            logger.info("compiled %d kernels in %.1f s", len(problems), time.perf_counter() - self._began)
+        self._results = []
+        return sum(problem is None for problem in problems)
 
 
 def _wanted(launches: list[Callable[[], object]]) -> list[tuple[Any, str]]:

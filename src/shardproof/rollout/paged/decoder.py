@@ -19,13 +19,14 @@ from transformers import PreTrainedModel
 from shardproof.errors import ShardproofError
 from shardproof.rollout.engine import Request, Sampling
 from shardproof.rollout.kept import KeptTurns
+from shardproof.rollout.paged.compiling import Compiling
 from shardproof.rollout.paged.lines import Fetched, Lines
 from shardproof.rollout.paged.memory import Memory, Needs
 from shardproof.rollout.paged.progress import Watch
 from shardproof.rollout.paged.reading import CHUNK_TOKENS, PromptReader, Reading
 from shardproof.rollout.paged.schedule import Piece, Prompt, Row, Schedule
 from shardproof.rollout.paged.slots import upload
-from shardproof.rollout.paged.steps import Steps, Ways
+from shardproof.rollout.paged.steps import WORTH_CAPTURING, Steps, Ways
 from shardproof.rollout.recording import Recorder
 from shardproof.rollout.trajectory import Trajectory
 from shardproof.shard.sleeping import SleepingMemory
@@ -54,7 +55,9 @@ class PagedDecoder:
     ):
         self.ways = Ways.on(device, model)
         self.stats: dict[str, float] = {}  # of the last call
+        self._compiling: Compiling | None = None
         self._model = model
+        self._device = device
         self._recorder = recorder
         self._memory = Memory(model, device, most_rows, kv_cache_gib, recorder, sleeping)
         self._reader = PromptReader(model, recorder)
@@ -73,8 +76,7 @@ class PagedDecoder:
             try:
                 self._memory.begin(needs)
                 self._steps.begin()
-                rehearsals = self._reader.rehearsals(self._memory.cache)
-                self._steps.compile_ahead(needs.rows, sampling, needs.num_tokens, rehearsals)
+                self._compile(needs, sampling)
                 run = _Run(self, requests, sampling, version, kept, found)
                 run.to_the_end()
                 self.stats = run.stats
@@ -85,6 +87,29 @@ class PagedDecoder:
                 self._steps.release()
                 if not self.ways.go_plainer(error):
                     raise
+
+    @torch.no_grad()
+    def start_compiling(self) -> None:
+        """Compile the kernels of reading and of steps of all sizes in threads; the first call waits for them."""
+        if not (self.ways.fused or self.ways.attention):
+            return
+        memory = Memory(self._model, self._device, self._memory.most_rows)  # to be thrown away
+        memory.begin(Needs(memory.most_rows, longest=1, most_new=1, num_stops=0, blocks=0, num_tokens=0))
+        steps = Steps(self._model, self._device, memory, self.ways, None)
+        rehearsals = [*self._reader.rehearsals(memory.cache), *steps.rehearsals(memory.most_rows, 1.0)]
+        self._compiling = Compiling(rehearsals, self._device)
+        self._steps.rehearsed |= steps.rehearsed
+
+    def _compile(self, needs: Needs, sampling: Sampling) -> None:
+        """Compile side by side what a call needs and has not been compiled."""
+        if self._compiling is not None:
+            self._compiling.wait()
+        rehearsals = [] if self._compiling is not None else self._reader.rehearsals(self._memory.cache)
+        if needs.num_tokens >= WORTH_CAPTURING:
+            rehearsals += self._steps.rehearsals(needs.rows, sampling.temperature)
+        if rehearsals:
+            self._compiling = Compiling(rehearsals, self._device)
+            self._compiling.wait()
 
     def release(self) -> None:
         """Free all memory and graphs. Comparisons that were passed are remembered."""

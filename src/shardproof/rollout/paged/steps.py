@@ -18,7 +18,6 @@ from shardproof.model.exact import is_exact
 from shardproof.rollout.engine import Sampling
 from shardproof.rollout.fused import FusedStep, can_fuse
 from shardproof.rollout.paged import graphs, progress
-from shardproof.rollout.paged.compiling import compile_together
 from shardproof.rollout.paged.memory import SIZES, Memory, padded_rows
 from shardproof.rollout.paged.model_step import ModelStep, attend_plain
 from shardproof.rollout.paged.proof import Truth, compare_draws, compare_step, find_truth
@@ -27,7 +26,7 @@ from shardproof.rollout.recording import Recorder
 
 logger = logging.getLogger(__name__)
 
-_WORTH_CAPTURING = 64  # tokens that all rows together may still draw
+WORTH_CAPTURING = 64  # tokens that all rows together may still draw
 _COMPARED_DRAWS = 32  # rows
 _SAID = {"fused": "fused kernels", "attention": "our attention kernel", "graphs": "CUDA graphs"}
 
@@ -96,7 +95,7 @@ class Steps:
         self._went_plain: dict[Key, int] = {}  # in which call, for few tokens
         self._version = -1  # of the memory that graphs work in
         self._proved: set[tuple[Any, ...]] = set()  # comparisons that were passed
-        self._compiled: set[int] = set()  # sizes whose kernels are there
+        self.rehearsed: set[int] = set()  # sizes whose kernels were asked for
         self._waits: bool | None = None  # whether the host waits in the model's own step
         self._truth: Truth | None = None
         self._pool: Any = None
@@ -115,24 +114,24 @@ class Steps:
         self._launches.clear()
         self._pool = self._step = self._truth = None
 
-    def compile_ahead(
-        self, rows: int, sampling: Sampling, num_tokens: int, others: list[Callable[[], object]]
-    ) -> None:
-        """Compile the kernels of a call's steps, of all sizes that it may go through, and of `others`, side by side."""
+    def rehearsals(self, rows: int, temperature: float) -> list[Callable[[], object]]:
+        """Functions that launch the kernels of steps of all sizes up to that of `rows` where it does no harm.
+
+        Sizes for which they were asked before are left out.
+        """
+        if not (self._ways.fused or self._ways.attention):
+            return []
         most = padded_rows(rows, self._memory.slots.rows)
-        sizes = {*(size for size in SIZES if size < most), most} if num_tokens >= _WORTH_CAPTURING else set()
-        by_kernel = self._ways.fused or self._ways.attention
-        sizes = sizes - self._compiled if by_kernel else set()
-        if not can_compile(self._device, self._model.dtype) or not (sizes or others):
-            return
-        self._compiled |= sizes
-        launches = [partial(self._rehearse, size, sampling.temperature) for size in sorted(sizes)]
-        compile_together([*others, *launches], self._device)
+        sizes = {*(size for size in SIZES if size < most), most} - self.rehearsed
+        self.rehearsed |= sizes
+        return [partial(self._rehearse, size, temperature) for size in sorted(sizes)]
 
     def _rehearse(self, size: int, temperature: float) -> None:
-        """Launch the kernels of a step where it does no harm."""
         slots, logits = self._memory.slots.scratch(size), torch.empty_like(self._memory.logits[:size])
-        self._fastest()(slots, logits)
+        step = self._new_step()
+        if isinstance(step, FusedStep):
+            step.keep_one_of_each_kind()
+        step(slots, logits)
         if self._ways.draws:
             from shardproof.rollout.paged.draw_kernels import record  # Triton may not be there
 
@@ -171,7 +170,7 @@ class Steps:
                 return self._launches[key]
             larger = [k for k in self._launches if k[0] > size and k[1:] == key[1:]]
             # A few tokens are not worth it, unless every call asks for them, as a canary does.
-            few = left < _WORTH_CAPTURING and self._went_plain.setdefault(key, self._call) == self._call
+            few = left < WORTH_CAPTURING and self._went_plain.setdefault(key, self._call) == self._call
             if few or self._memory.pool.num_free < 8:
                 return self._launches[min(larger)] if larger else None
             began = time.perf_counter()
@@ -223,15 +222,17 @@ class Steps:
 
     def _fastest(self) -> Step:
         if self._step is None:
-            if self._ways.fused:
-                self._step = FusedStep(self._model, self._memory.cache, self._memory.slots.tables.shape[1])
-            else:
-                from shardproof.rollout.paged.attention_kernels import (
-                    attend_rotated,
-                )  # Triton may not be there
-
-                self._step = ModelStep(self._model, self._memory.cache, attend_rotated)
+            self._step = self._new_step()
         return self._step
+
+    def _new_step(self) -> Step:
+        if self._ways.fused:
+            return FusedStep(self._model, self._memory.cache, self._memory.slots.tables.shape[1])
+        if not self._ways.attention:
+            return ModelStep(self._model, self._memory.cache, attend_plain)
+        from shardproof.rollout.paged.attention_kernels import attend_rotated as attend  # needs Triton
+
+        return ModelStep(self._model, self._memory.cache, attend)
 
     def _captures(self, step: Step, sampling: Sampling) -> bool:
         """Whether this step can be captured: in the model's own forward the host may wait for the device."""
