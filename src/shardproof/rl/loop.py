@@ -12,6 +12,7 @@ from shardproof.config.schema import Recipe
 from shardproof.dist.collectives import exchange, together
 from shardproof.dist.launch import init_distributed
 from shardproof.findings import Finding
+from shardproof.model.compiling import is_compiled
 from shardproof.rl.agreement import agree_on
 from shardproof.rl.conversations.measures import NAME
 from shardproof.rl.drift import require_exact
@@ -79,6 +80,8 @@ def _train(run: Run, folder: RunFolder, stop: StopFlag, loggers: Sequence[Logger
         logger.warning(message, step, run.recipe.train.steps)
     logger.info("sending the weights to the engine and comparing its log-probs ...")
     metrics = _sync(run, step, folder)
+    if step < run.recipe.train.steps and is_compiled(run.policy.model.model):
+        logger.info("the first step takes longer: it compiles what updates run, which this machine then keeps ...")
     with together("output"):
         folder.begin(run.prompts, run.held_out, step, loggers)
     evaluations = _Evaluations(run, folder)
