@@ -14,6 +14,8 @@ from shardproof.model.attention import attend_packed
 from shardproof.model.exact import make_exact
 from shardproof.model.exact_attention import COLUMNS, PACKED, Columns, attend_step, paged
 from shardproof.model.packing import Packing
+from tests.interpreted import run_interpreted
+from tests.model.exact_cases import CASES
 from tests.models import make_model
 
 CPU = torch.device("cpu")
@@ -151,3 +153,13 @@ def test_gradients_are_those_of_ordinary_operations(family):
         grads.append({name: param.grad for name, param in model.named_parameters()})
     for name, grad in grads[0].items():
         torch.testing.assert_close(grads[1][name], grad, atol=2e-4, rtol=2e-3, msg=name)
+
+
+@pytest.fixture(scope="module")
+def gaps():
+    return run_interpreted("tests.model.exact_cases")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_kernels_compute_what_plain_torch_computes(gaps, name):
+    assert gaps[name] < 1e-5
