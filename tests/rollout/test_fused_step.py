@@ -117,6 +117,29 @@ def test_step_by_step_what_the_model_says(plain_kernels, family, overrides):
     assert getattr(model.config, "_experts_implementation", None) == before
 
 
+@pytest.mark.parametrize("overrides", [{}, {"mlp_only_layers": [2, 3]}], ids=str)
+def test_a_rehearsal_launches_what_a_step_launches_with_fewer_layers(plain_kernels, monkeypatch, overrides):
+    model = make_model("qwen3_moe", num_hidden_layers=5, **overrides)
+    memory = memory_for(model, 4)
+    kernels, seen = sys.modules["shardproof.rollout.kernels"], []
+    for name in ("project", "add_norm", "gate_up"):
+        plain = getattr(kernels, name)
+
+        def noted(*args, name=name, plain=plain):
+            seen.append((name, *(each.shape if hasattr(each, "shape") else None for each in args)))
+            return plain(*args)
+
+        monkeypatch.setattr(kernels, name, noted)
+    step = FusedStep(model, memory.cache, 4)
+    with torch.no_grad():
+        step(memory.slots, memory.logits)
+        every = list(seen)
+        seen.clear()
+        step.keep_one_of_each_kind()
+        step(memory.slots, memory.logits)
+    assert set(seen) == set(every) and len(seen) < len(every)
+
+
 def memory_for(model, rows):
     memory = Memory(model, CPU, rows)
     request = Request(Trajectory.of_prompt((5, 6)), 0)

@@ -10,8 +10,10 @@ import torch
 
 from shardproof.rollout.decode import uniform_numbers
 from shardproof.rollout.engine import Sampling
+from shardproof.rollout.paged import decoder as decoder_module
 from shardproof.rollout.paged import graphs, steps
 from shardproof.rollout.paged.decoder import PagedDecoder
+from shardproof.rollout.paged.memory import SIZES
 from shardproof.rollout.paged.model_step import ModelStep, attend_plain
 from shardproof.rollout.paged.progress import record, uniform_lines
 from tests.rollout.paged.test_decoder import CPU, ask, assert_same, grown, make_model
@@ -67,6 +69,9 @@ class OtherStep(ModelStep):
 
     def __init__(self, model, cache, most_blocks):
         super().__init__(model, cache, attend_plain)
+
+    def keep_one_of_each_kind(self):
+        """All of them are run."""
 
     def __call__(self, slots, out):
         if self.fails(slots.positions, self.graphs.now):
@@ -276,3 +281,31 @@ def test_a_few_tokens_are_not_worth_a_graph_unless_every_call_asks_for_them(mode
         assert_same(decoder(requests, sampling, 3), grown(model, requests, sampling))
         counts.append(capturing.captured)
     assert counts == [0, 1, 1, 2]
+
+
+def test_kernels_of_all_sizes_are_compiled_before_the_first_call_and_once(model, monkeypatch, capturing):
+    rehearsed = []
+
+    class Compiling:
+        """Launches everything, as where all kernels are compiled already."""
+
+        def __init__(self, launches, device):
+            rehearsed.append(len(launches))
+            for launch in launches:
+                launch()
+
+        def wait(self):
+            return 0
+
+    monkeypatch.setattr(decoder_module, "Compiling", Compiling)
+    decoder = decoder_with(model, monkeypatch, capturing)
+    decoder.start_compiling()
+    sizes = len([size for size in SIZES if size <= 256])
+    assert rehearsed == [sizes]
+    assert_same(decoder(many(20), Sampling(9), 3), grown(model, many(20), Sampling(9)))
+    assert rehearsed == [sizes]
+    other = decoder_with(model, monkeypatch, capturing)
+    for _ in range(2):  # a canary has too few tokens; then the sizes up to that of 20 rows, once
+        assert_same(other(many(1), Sampling(3), 3), grown(model, many(1), Sampling(3)))
+        assert_same(other(many(20), Sampling(9), 3), grown(model, many(20), Sampling(9)))
+        assert rehearsed[1:] == [6]
