@@ -6,7 +6,6 @@ from torch import nn
 
 from shardproof.model import head as head_module
 from shardproof.model.head import HeadFacts, can_chunk, head_facts, token_logprobs
-from tests.interpreted import run_interpreted
 from tests.models import tiny_config
 
 TOKENS, WIDTH, WORDS = 23, 12, 37
@@ -169,10 +168,3 @@ def test_chunks_that_are_kept_change_nothing(monkeypatch):
         found += [torch.autograd.grad(total, (hidden, *head.parameters()), retain_graph=True) for _ in "ab"]
     for grads in found[1:]:
         assert all(map(torch.equal, grads, found[0]))
-
-
-def test_kernels_in_the_interpreter():
-    """The head's Triton kernels, with every transformation of the logits, over several blocks and parts of one."""
-    found = run_interpreted("tests.model.head_cases")
-    assert len(found) == 8
-    assert all(row["read"] < 1e-5 and row["gradient"] < 1e-3 for row in found), found

@@ -7,6 +7,8 @@ inner activations and gathers tokens again instead of keeping eight copies of th
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,10 +16,15 @@ from torch import nn
 from torch.nn.functional import grouped_mm
 from transformers import PreTrainedModel
 
+from shardproof.bounds import largest, within
 from shardproof.model import hf_private
-from shardproof.model.compiling import fused
+from shardproof.model.compiling import can_compile, fused
+
+logger = logging.getLogger(__name__)
 
 GROUPED = "shardproof_grouped"
+_PROBED = 64  # rows on which kernels are compared
+_MAX_ERROR = 0.01  # as a share of the norm
 
 
 def grouped_experts(
@@ -51,17 +58,19 @@ class _GroupedExperts(torch.autograd.Function):
         order, place, ends = sort_by_expert(chosen, len(gate_up))
         tokens = order // chosen.shape[1]
         score = scores.reshape(-1).index_select(0, order)
+        gate, _, sum_by_token = _functions(hidden, down.shape[-1])
         inner = grouped_mm(hidden.index_select(0, tokens), gate_up.mT, offs=ends)
-        out = grouped_mm(fused(_gate, hidden)(inner, score), down.mT, offs=ends)
+        out = grouped_mm(gate(inner, score), down.mT, offs=ends)
         ctx.save_for_backward(hidden, gate_up, down, inner, score, tokens, place, ends)
-        return fused(_sum_by_token, hidden)(out, place)
+        return sum_by_token(out, place)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
         hidden, gate_up, down, inner, score, tokens, place, ends = ctx.saved_tensors
+        _, differentiate_gate, sum_by_token = _functions(hidden, down.shape[-1])
         grad_out = grad.index_select(0, tokens)
         grad_gated = grouped_mm(grad_out, down, offs=ends)
-        gated, grad_inner, grad_score = fused(_differentiate_gate, hidden)(grad_gated, inner, score)
+        gated, grad_inner, grad_score = differentiate_gate(grad_gated, inner, score)
         grad_down = grouped_mm(grad_out.t(), gated, offs=ends) if ctx.needs_input_grad[2] else None
         del grad_out, grad_gated, gated
         grad_gate_up = None
@@ -69,14 +78,61 @@ class _GroupedExperts(torch.autograd.Function):
             grad_gate_up = grouped_mm(grad_inner.t(), hidden.index_select(0, tokens), offs=ends)
         grad_hidden = None
         if ctx.needs_input_grad[0]:
-            grad_hidden = fused(_sum_by_token, hidden)(grouped_mm(grad_inner, gate_up, offs=ends), place)
+            grad_hidden = sum_by_token(grouped_mm(grad_inner, gate_up, offs=ends), place)
         grad_scores = grad_score.index_select(0, place.reshape(-1)).view_as(place)
         return grad_hidden, grad_gate_up, grad_down, None, grad_scores
 
 
-def sort_by_expert(
-    chosen: torch.Tensor, num_experts: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _functions(hidden: torch.Tensor, inner: int) -> tuple[Callable[..., Any], ...]:
+    """(gate, its gradient, sum by token): kernels of our own where they are found right, else compiled."""
+    plain = (_gate, _differentiate_gate, _sum_by_token)
+    if can_compile(hidden.device, hidden.dtype):
+        kind = (hidden.device, hidden.dtype, inner)
+        if kind not in _verdicts:
+            _verdicts[kind] = _are_right(hidden, inner, plain)
+        if _verdicts[kind]:
+            return _kernels()
+    return tuple(fused(function, hidden) for function in plain)
+
+
+_verdicts: dict[tuple[Any, ...], bool] = {}  # on the kernels, by the kind of experts
+
+
+def _kernels() -> tuple[Callable[..., Any], ...]:
+    from shardproof.model import expert_kernels  # Triton is not everywhere
+
+    return expert_kernels.gate, expert_kernels.gate_backward, expert_kernels.sum_by_token
+
+
+def _are_right(hidden: torch.Tensor, inner: int, plain: tuple[Callable[..., Any], ...]) -> bool:
+    """Whether the kernels say of random states what plain operations say."""
+    draw = torch.Generator(hidden.device).manual_seed(0)
+    states, grad, score, rows = (
+        torch.randn(size, generator=draw, device=hidden.device).to(hidden.dtype)
+        for size in ((_PROBED, 2 * inner), (_PROBED, inner), (_PROBED,), (_PROBED, hidden.shape[-1]))
+    )
+    place = torch.arange(_PROBED, device=hidden.device).flip(0).view(-1, 2)
+    given = ((states, score), (grad, states, score), (rows, place))
+    problem = None
+    try:
+        for function, kernel, args in zip(plain, _kernels(), given, strict=True):
+            wanted, found = function(*args), kernel(*args)
+            pairs = [(wanted, found)] if isinstance(wanted, torch.Tensor) else zip(wanted, found, strict=True)
+            errors = [
+                float((one.float() - other.float()).norm() / one.float().norm()) for one, other in pairs
+            ]
+            if not within(largest(errors), _MAX_ERROR):
+                problem = f"{function.__name__} differs by {errors}"
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # whatever a kernel's compiler and launcher raise
+        problem = f"they failed ({type(error).__name__}: {error})"
+    if problem is not None:
+        logger.warning("experts run without our own kernels: %s", problem)
+    return problem is None
+
+
+def sort_by_expert(chosen: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(visits in the order of their experts, each visit's place in that order [tokens, k], each expert's end)."""
     experts, order = torch.sort(chosen.reshape(-1).to(torch.int16), stable=True)
     place = torch.empty_like(order)
