@@ -155,18 +155,22 @@ class LargeCase:
         save(MEMORY, OURS, run_steps(options, self.settings, config=config), self.name)
 
 
+_AUTO: dict[str, dict[str, Any]] = {
+    "model": {"checkpoint_activations": "auto"},
+    "train": {"micro_batch_tokens": 8192},
+}
 LARGE_CASES = {
     case.name: case
     for case in (
         LargeCase(
             "7B, all weights, AdamW with 16-bit moments",
             BASE,
-            {"optimizer": {"moments": "bfloat16"}},
+            {**_AUTO, "optimizer": {"moments": "bfloat16"}},
         ),
         LargeCase(
             "8B with LoRA",
             LARGE,
-            {"model": {"lora": {"r": _LORA_RANK}, "param_dtype": "bfloat16"}},
+            {**_AUTO, "model": {**_AUTO["model"], "lora": {"r": _LORA_RANK}, "param_dtype": "bfloat16"}},
         ),
     )
 }
