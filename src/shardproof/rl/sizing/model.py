@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-from shardproof.export.stream import BUCKET_BYTES
+from shardproof.export.stream import ALONE_BYTES, BUCKET_BYTES
 from shardproof.model.head import chunk_bytes
 from shardproof.model.inventory import Inventory, TensorInfo, take_inventory
 from shardproof.model.roles import CRITIC, REFERENCE
@@ -235,6 +235,8 @@ def _export_bytes(inventory: Inventory, layout: Sharding, shards: int) -> int:
     adapters = sum(info.numel * info.dtype.itemsize for info in inventory.stored if info.is_adapter)
     merged = ceil(adapters * at_a_time / max(sum(sizes), 1))  # the factors of what is merged at a time
     largest = max(sizes, default=0)
+    if layout.on_gpu and shards == 1:  # nothing is sent or received, and buckets are larger
+        return merged + max(min(ALONE_BYTES, sum(sizes)), largest)
     # FSDP1 cuts units, not tensors: one rank may hold all that is gathered.
     sent = 0 if shards == 1 else 1 if layout.strategy == "fsdp1" else 1 / shards
     return merged + ceil(max(at_a_time * (2 + sent), largest * (1 + sent) if largest > GATHER_BYTES else 0))
