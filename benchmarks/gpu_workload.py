@@ -154,5 +154,6 @@ def with_tails(options: argparse.Namespace) -> argparse.Namespace:
             "steps": options.tail_longest,
             "grpo_steps": options.tail_steps,
             "trl_completions": options.trl_tail_completions,
+            "grpo_micro_batch_tokens": options.micro_batch_tokens,
         }
     )
