@@ -159,9 +159,14 @@ def lazy_digests(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         return torch.empty(0, dtype=torch.int64)
     device = tensors[0].device
     fused = _kernel(device) if device.type == "cuda" else None
-    if fused is None or not all(map(_is_plain, tensors)):
+    plain = [place for place, each in enumerate(tensors) if fused is not None and _is_plain(each)]
+    if fused is None or not plain:
         return torch.stack([_digest(each) for each in tensors])
-    return fused(tensors, _column_weights(str(device)))
+    found = fused([tensors[place] for place in plain], _column_weights(str(device)))
+    if len(plain) == len(tensors):
+        return found
+    parts = dict(zip(plain, found.unbind(), strict=True))
+    return torch.stack([parts[n] if n in parts else _digest(each) for n, each in enumerate(tensors)])
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import shardproof as sp
-from shardproof.digest import _kernel, digest, digest_tiles
+from shardproof.digest import _kernel, digest, digest_tiles, lazy_digests
 from shardproof.rollout.engine import Request, Sampling, generate
 from shardproof.rollout.local import EmbeddedEngine
 from shardproof.rollout.trajectory import Trajectory
@@ -428,6 +428,8 @@ def test_a_gpu_takes_the_digests_of_a_cpu(numel: int) -> None:
     assert _kernel(torch.device("cuda", torch.cuda.current_device())) is not None
     assert digest_tiles(values.cuda()) == digest_tiles(values)
     assert digest(values.cuda()) == digest(values)
+    mixed = [values[0], values[1, 1:], values[2, : numel // 4 * 4]]
+    assert lazy_digests([each.cuda() for each in mixed]).tolist() == [digest(each) for each in mixed]
 
 
 def test_memory_sleeps_and_comes_back_at_the_same_address_for_graphs() -> None:
