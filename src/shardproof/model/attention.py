@@ -225,7 +225,8 @@ def _flash(
 ) -> torch.Tensor:
     """Flash attention over all sequences in one launch: cuDNN's or flash-attn's if installed, else torch's own."""
     window_size = (-1, 0) if window is None else (window - 1, 0)
-    q, k, v = (states[0].transpose(0, 1).contiguous() for states in (query, key, value))
+    # Not states[0]: its gradient would be copied into zeros.
+    q, k, v = (states.squeeze(0).transpose(0, 1).contiguous() for states in (query, key, value))
     if packing.uses_cudnn and cudnn_attention.fits(q, v, window):
         borders, longest = packing.filled_borders, packing.rounded_length
         return cudnn_attention.attend(q, k, v, borders, longest, scaling).transpose(0, 1).unsqueeze(0)

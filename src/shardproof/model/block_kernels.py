@@ -137,8 +137,8 @@ def _rotate_heads_backward(
         scale = tl.rsqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / WIDTH + eps)[:, None]
         first *= scale
         second *= scale
-        sums_low += tl.sum(grad_low * first, 0)
-        sums_high += tl.sum(grad_high * second, 0)
+        sums_low += grad_low * first
+        sums_high += grad_high * second
         grad_low *= tl.load(weight_ptr + low).to(tl.float32)
         grad_high *= tl.load(weight_ptr + WIDTH // 2 + low).to(tl.float32)
         inner = ((tl.sum(grad_low * first, 1) + tl.sum(grad_high * second, 1)) / WIDTH)[:, None]
@@ -199,8 +199,9 @@ def _rotate_backward_kernel(
     column = tl.arange(0, HALF)
     low = column[None, :]
     heads, key_heads = tl.arange(0, BLOCK_Q)[:, None], tl.arange(0, BLOCK_K)[:, None]
-    q_low, q_high = tl.zeros([HALF], tl.float32), tl.zeros([HALF], tl.float32)
-    k_low, k_high = tl.zeros([HALF], tl.float32), tl.zeros([HALF], tl.float32)
+    # Per head: to add heads up for every token, warps would have to wait for each other.
+    q_low, q_high = tl.zeros([BLOCK_Q, HALF], tl.float32), tl.zeros([BLOCK_Q, HALF], tl.float32)
+    k_low, k_high = tl.zeros([BLOCK_K, HALF], tl.float32), tl.zeros([BLOCK_K, HALF], tl.float32)
     zero = tl.program_id(0).to(tl.int64) * 0  # makes offsets wide
     for number in range(tl.program_id(0), tokens, tl.num_programs(0)):
         token = zero + number
@@ -215,10 +216,10 @@ def _rotate_backward_kernel(
         )  # fmt: skip
     if NORM:
         sums_at = sums_ptr + tl.program_id(0) * 2 * WIDTH + column
-        tl.store(sums_at, q_low)
-        tl.store(sums_at + HALF, q_high)
-        tl.store(sums_at + WIDTH, k_low)
-        tl.store(sums_at + WIDTH + HALF, k_high)
+        tl.store(sums_at, tl.sum(q_low, 0))
+        tl.store(sums_at + HALF, tl.sum(q_high, 0))
+        tl.store(sums_at + WIDTH, tl.sum(k_low, 0))
+        tl.store(sums_at + WIDTH + HALF, tl.sum(k_high, 0))
 
 
 Angles = tuple[torch.Tensor, torch.Tensor]  # cosines and sines, each [tokens, width]

@@ -14,9 +14,8 @@ from functools import partial
 import torch
 from transformers import PreTrainedModel
 
-from shardproof.model import hf_private
 from shardproof.model.exact import is_exact
-from shardproof.model.families import max_positions
+from shardproof.model.families import max_positions, num_experts
 from shardproof.rollout.fused import can_fuse
 from shardproof.rollout.paged.blocks import blocks_for
 from shardproof.rollout.paged.cache import PagedCache
@@ -188,4 +187,4 @@ def compare(way: Way, plain: Way, model: PreTrainedModel, cache: PagedCache) -> 
     truth, guess = found
     distances = [distance(a, b) for a, b in zip(truth, guess, strict=True)]
     worth = float(distance(truth[1], truth[1].roll(1, 0)).mean())
-    return judge(distances, worth, bool(hf_private.expert_modules(model)))
+    return judge(distances, worth, num_experts(model.config) is not None)

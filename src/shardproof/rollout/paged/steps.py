@@ -12,9 +12,9 @@ from typing import Any, Protocol
 import torch
 from transformers import PreTrainedModel
 
-from shardproof.model import hf_private
 from shardproof.model.compiling import can_compile
 from shardproof.model.exact import is_exact
+from shardproof.model.families import num_experts
 from shardproof.rollout.engine import Sampling
 from shardproof.rollout.fused import FusedStep, can_fuse
 from shardproof.rollout.paged import graphs, progress
@@ -89,9 +89,10 @@ class Steps:
         self._memory = memory
         self._ways = ways
         self._recorder = recorder
-        self._has_experts = bool(hf_private.expert_modules(model))
+        self._has_experts = num_experts(model.config) is not None
         self._launches: dict[Key, Callable[[], None]] = {}
         self._call = 0
+        self._last_size = 0  # of this call
         self._went_plain: dict[Key, int] = {}  # in which call, for few tokens
         self._version = -1  # of the memory that graphs work in
         self._proved: set[tuple[Any, ...]] = set()  # comparisons that were passed
@@ -104,6 +105,7 @@ class Steps:
     def begin(self) -> None:
         """Start a call: weights may have changed, and the memory may be another."""
         self._call += 1
+        self._last_size = 0
         self._truth = None
         if self._version != self._memory.version:
             self.release()
@@ -144,7 +146,10 @@ class Steps:
     def advance(self, rows: int, count: int, sampling: Sampling, left: int, most_blocks: int) -> int:
         """Run `count` steps of the first slots, which may draw `left` more tokens in all; returns the rows of a step."""
         size = padded_rows(rows, self._memory.slots.rows)
+        if left < WORTH_CAPTURING:  # stay with the size that ran last: it is there
+            size = max(size, self._last_size)
         launch = self._launch_for(size, sampling, left, most_blocks)
+        self._last_size = size
         if launch is None:
             step = ModelStep(self._model, self._memory.cache, attend_plain)
             slots = self._memory.slots.part(0, rows, most_blocks)
