@@ -4,6 +4,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from shardproof.config.schema import Rollout
+from shardproof.rl import setup
 from shardproof.rollout import replica_memory
 from shardproof.rollout.joined import join_weights, side_by_side
 from shardproof.rollout.replica_memory import ReplicaMemory
@@ -66,3 +68,15 @@ def test_parameters_come_back_where_they_were(monkeypatch, in_place):
         param.copy_(value)
     assert all(each is not None and bool(each.isfinite().all()) for each in joined(model))
     assert not in_place or memory.sleeping.calls == ["sleep", "wake"]
+
+
+def test_the_embedded_engine_sleeps_by_default_where_that_costs_little(monkeypatch):
+    gpu = torch.device("cuda")
+    for can in (True, False):
+        monkeypatch.setattr(setup, "can_sleep", lambda device, can=can: can and device.type == "cuda")
+        assert setup.sleeps(Rollout(), gpu) == can
+        assert setup.sleeps(Rollout(sleep=True), gpu)
+        assert not setup.sleeps(Rollout(sleep=False), gpu)
+        assert not setup.sleeps(Rollout(), torch.device("cpu"))
+        assert not setup.sleeps(Rollout(fp8="weights"), gpu)
+        assert not setup.sleeps(Rollout(engine="vllm"), gpu)

@@ -210,9 +210,8 @@ def can_sleep(device: torch.device) -> bool:
             memory.sleep()
             memory.wake()
     except Exception as error:
-        logger.warning(
-            "GPU memory cannot be given up and taken back in place (%s): the engine captures its graphs again each time "
-            "it has slept",
+        logger.info(
+            "GPU memory cannot be given up and taken back in place here (%s): by default the engine does not sleep",
             error,
         )
         return False
