@@ -9,6 +9,7 @@ from the row's position, on the device: a captured graph serves contexts of all 
 from __future__ import annotations
 
 from functools import cache as remember
+from math import inf
 from typing import Any, NamedTuple
 
 import torch
@@ -27,8 +28,9 @@ from shardproof.rollout.paged.attention_parts import (
 
 
 class Blocks(NamedTuple):
-    """How programs share the work, and how each of them does it."""
+    """How programs share the work of a number of contexts, and how each of them does its part."""
 
+    most_items: float  # contexts times heads of keys, up to which this is the fastest
     programs: int  # there should be that many, if contexts are long enough
     chunk: int  # cached tokens that are worth a program
     block_t: int  # cached tokens at a time
@@ -37,16 +39,13 @@ class Blocks(NamedTuple):
     ahead: bool  # whether the first tokens are asked for before the kernel ahead has ended
 
 
-class Tuning(NamedTuple):
-    """What decides how fast the kernels are; defaults were measured on an H200."""
-
-    # Few programs must be quick, each of them; of many, as many as possible should fit on a multiprocessor.
-    few_items: int = 512  # contexts times heads of keys
-    few: Blocks = Blocks(264, 128, 64, 8, 3, True)
-    many: Blocks = Blocks(264, 512, 16, 1, 4, True)
-
-
-TUNING = Tuning()
+# Measured on an H200, of whose 132 multiprocessors each holds two, four or nine of these programs at a time: all of them
+# should be there at once. Few programs must be quick, each of them; many should be small.
+TUNING = (
+    Blocks(264, 264, 128, 64, 8, 3, True),
+    Blocks(528, 264, 128, 64, 4, 2, True),
+    Blocks(inf, 264, 512, 16, 1, 4, True),
+)
 _MOST_SPLITS = 64  # programs per context
 _COMBINED = 16  # pieces at a time
 
@@ -246,7 +245,7 @@ def _plan(
     rows, heads = len(out), out.shape[1] // width
     group, items = heads // key_heads, rows * key_heads
     capacity = tables.shape[1] * page
-    blocks = TUNING.few if items <= TUNING.few_items else TUNING.many
+    blocks = next(each for each in TUNING if items <= each.most_items)
     splits = num_splits(blocks, items, min(capacity, window or capacity))
     pieces = items * splits * group if splits > 1 else 0
     memory = torch.empty(pieces * (width + 2), dtype=torch.float32, device=out.device)
