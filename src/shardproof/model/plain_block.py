@@ -86,6 +86,11 @@ def as_written() -> Iterator[None]:
         _Switch.as_written = before
 
 
+def verdicts() -> dict[Any, bool]:
+    """Which kinds of blocks were compared in this process, and whether our kernels were found right for them."""
+    return dict(_Switch.verdicts)
+
+
 class PlainForward:
     """Stands in a block's `forward`: our kernels where they fit and were found right, else `fallback`."""
 
