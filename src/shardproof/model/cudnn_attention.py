@@ -14,6 +14,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from shardproof.bounds import within
 from shardproof.model import flash_private
@@ -37,8 +38,13 @@ def can_use(device: torch.device) -> bool:
         import cudnn
 
         return cudnn.backend_version() >= _MIN_BACKEND
-    except (ImportError, OSError, RuntimeError):
-        return False
+    except ImportError:
+        hint = "attention of updates would be about 1.6 times as fast with cuDNN: pip install 'shardproof[cudnn]'"
+        is_first = not dist.is_initialized() or dist.get_rank() == 0
+        logger.log(logging.INFO if is_first else logging.DEBUG, hint)
+    except (OSError, RuntimeError) as error:
+        logger.warning("cuDNN's frontend is installed but cannot be used: %s", error)
+    return False
 
 
 def fits(query: torch.Tensor, value: torch.Tensor, window: int | None) -> bool:
