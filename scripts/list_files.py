@@ -29,7 +29,17 @@ ROOMS = (
         "export",
         "checkpoints",
     ),
-    *("rollout", "rl", "rl/chat", "rl/conversations", "rl/algorithms", "rl/sizing", "doctor", "cli"),
+    *(
+        "rollout",
+        "rollout/paged",
+        "rl",
+        "rl/chat",
+        "rl/conversations",
+        "rl/algorithms",
+        "rl/sizing",
+        "doctor",
+        "cli",
+    ),
 )
 
 
