@@ -119,6 +119,7 @@ class Memory:
         if self._gib is not None:
             wanted = int(self._gib * GIB) // size
         elif wanted > there:
+            wanted = max(wanted, 2 * there)  # conversations grow: few of their turns should need new graphs
             free = free_bytes(self._device)
             if free is not None:
                 wanted = min(wanted, max(there, (free + there * size) // 2 // size))
