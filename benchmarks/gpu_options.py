@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from typing import Any
 
 
@@ -26,6 +27,10 @@ def add_update_options(updates: Any) -> None:
     )  # fmt: skip
     updates.add_argument("--no-compile", action="store_true")
     updates.add_argument("--repeats", type=int, default=3)
+    updates.add_argument(
+        "--held", action=argparse.BooleanOptionalAction, default=True,
+        help="measure also with parameters gathered once a step",
+    )  # fmt: skip
     updates.add_argument("--trl-batch", type=int, default=8, help="sequences of a micro-batch of SFTTrainer")
 
 

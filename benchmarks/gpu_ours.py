@@ -90,6 +90,8 @@ def update_shardproof(part: str, config: Any, options: argparse.Namespace, save:
 
     tokens = sum(map(len, rows))
     save(part, OURS, update_row(seconds_of(step, options.repeats, options.device), tokens, options.device))
+    if not options.held:
+        return
     if options.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     policy.settings = replace(policy.settings, reshard_after_forward=False)
