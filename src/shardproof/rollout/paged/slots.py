@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -67,10 +67,6 @@ class Slots:
     def most_new(self) -> int:
         """Tokens that fit into a line of outputs."""
         return self.tokens.shape[1]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(getattr(self, each.name).nbytes for each in fields(self))
 
     def part(self, start: int, stop: int, most_blocks: int | None = None) -> Slots:
         """Some of the slots, in the same memory, with all output lines; of their tables the first blocks."""
