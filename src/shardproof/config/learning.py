@@ -71,8 +71,8 @@ class Algorithm(Section):
     trust_region: Literal["auto", "proximal", "behaviour"] = "auto"
     """The policy that the clipped ratio is measured from. `"proximal"`: the weights at the beginning of the
     step, with `correction` for what the engine drew. `"behaviour"`: the policy that drew the tokens, without a
-    correction. `"auto"`: `"behaviour"` if `rollout.ahead` is above 0, `rollout.top_p` is 1, `rollout.fp8` is off
-    and no correction is chosen, else `"proximal"`."""
+    correction. `"auto"`: `"behaviour"` if `rollout.ahead` is above 0, without a nucleus, FP8 or a correction
+    of yours, else `"proximal"`."""
     updates_per_batch: Count = 1
     """Optimizer updates per step: the step's prompts are split into this many equal parts.
     `train.prompts_per_step` must be divisible by it."""
