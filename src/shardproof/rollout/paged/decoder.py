@@ -94,9 +94,13 @@ class PagedDecoder:
         if not (self.ways.fused or self.ways.attention):
             return
         memory = Memory(self._model, self._device, self._memory.most_rows)  # to be thrown away
-        memory.begin(Needs(memory.most_rows, longest=1, most_new=1, num_stops=0, blocks=0, num_tokens=0))
         steps = Steps(self._model, self._device, memory, self.ways, None)
-        rehearsals = [*self._reader.rehearsals(memory.cache), *steps.rehearsals(memory.most_rows, 1.0)]
+        try:
+            memory.begin(Needs(memory.most_rows, longest=1, most_new=1, num_stops=0, blocks=0, num_tokens=0))
+            rehearsals = [*self._reader.rehearsals(memory.cache), *steps.rehearsals(memory.most_rows, 1.0)]
+        except (torch.OutOfMemoryError, ShardproofError) as error:  # there may be enough memory later
+            logger.debug("kernels are compiled when they are needed (%s)", error)
+            return
         self._compiling = Compiling(rehearsals, self._device)
         self._steps.rehearsed |= steps.rehearsed
 
