@@ -17,6 +17,8 @@ from shardproof.rollout.trajectory import Trajectory
 from tests.models import tiny_config
 from tests.rollout.matmul_cases import problems
 
+pytestmark = pytest.mark.gpu
+
 SIZES = {
     "hidden_size": 256,
     "intermediate_size": 512,
