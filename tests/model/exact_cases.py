@@ -61,7 +61,7 @@ def attention(**extras: Any) -> float:
     of, first = torch.tensor(tiles, dtype=torch.int32).t().contiguous()
     rows = tuple(torch.tensor(sequences, dtype=torch.int32).t().contiguous())
     found, _ = exact_kernels.attention(query, *cache, tables, (of, first), rows, 0.3, **extras)  # type: ignore[arg-type]
-    keys, values = (each.transpose(1, 2).flatten(0, 1) for each in cache)
+    keys, values = (each.transpose(1, 2).flatten(0, 1).nan_to_num() for each in cache)
     places = (tables.long()[:, :, None] * 64 + torch.arange(64)).flatten(1)
     spans = exact_cpu.tiles_of([count for _, count, _ in sequences])
     return gap(found, exact_cpu.attention(query, keys, values, places, spans, sequences, 0.3, **extras))

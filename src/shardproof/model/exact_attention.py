@@ -20,7 +20,7 @@ from shardproof.model.attention import attend_packed, packed_attention
 from shardproof.model.packing import Packing, to_device
 
 PACKED, COLUMNS = "shardproof_exact_packed", "shardproof_exact_columns"
-BLOCK = exact_cpu.BLOCK
+BLOCK = 64  # tokens of a cache's block, and keys that attention on CUDA reads at a time
 
 
 def packed(
@@ -85,7 +85,7 @@ _plans: WeakKeyDictionary[Packing, Any] = WeakKeyDictionary()  # found once for 
 def _on_host(packing: Packing) -> tuple[torch.Tensor, list[tuple[int, int]], list[tuple[int, int, int]]]:
     """(where each position's key is, tiles, sequences) as `exact_cpu.attention` takes them."""
     if packing not in _plans:
-        width = -(-packing.max_length // BLOCK) * BLOCK
+        width = exact_cpu.padded(packing.max_length)
         starts, lengths = packing.borders[:-1], list(packing.lengths)
         places = torch.tensor(starts)[:, None] + torch.arange(width)
         sequences = [(start, length, 0) for start, length in zip(starts, lengths, strict=True)]
@@ -116,7 +116,7 @@ class Columns:
         new = there[:, self._width - num_new :].sum(1).tolist()
         # Stable: padding first, then tokens in their order.
         order = torch.argsort(mask.to(torch.int8), dim=1, stable=True)
-        self._columns = torch.zeros(self._rows, -(-max(counts) // BLOCK) * BLOCK, dtype=torch.int64)
+        self._columns = torch.zeros(self._rows, exact_cpu.padded(max(counts)), dtype=torch.int64)
         for row, count in enumerate(counts):
             self._columns[row, :count] = order[row, self._width - count :]
         # Queries are the last columns, tokens of each row behind its padding.
@@ -181,7 +181,8 @@ def paged(
 ) -> torch.Tensor:
     """Attention of new tokens to their blocks, in which their own keys and values are already; [tokens, heads, width]."""
     if not query.is_cuda:
-        keys, values = (each.transpose(1, 2).flatten(0, 1) for each in cache)
+        # What nobody wrote to has no weight, but must be a number.
+        keys, values = (each.transpose(1, 2).flatten(0, 1).nan_to_num() for each in cache)
         places = (tables.long()[:, :, None] * BLOCK + torch.arange(BLOCK)).flatten(1)
         spans = exact_cpu.tiles_of([count for _, count, _ in sequences])
         return exact_cpu.attention(query, keys, values, places, spans, sequences, scaling, **extras)

@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 
 _ROWS = 32  # of every matmul
 _QUERIES = 8  # of a tile of attention
-BLOCK = 64  # keys that attention reads at a time, from position 0 on
+BLOCK = 16  # keys that attention reads at a time, from position 0 on
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -67,7 +67,7 @@ def attention(
     query: torch.Tensor,  # [tokens, heads, width]
     key: torch.Tensor,  # [anything, key heads, width]
     value: torch.Tensor,
-    places: torch.Tensor,  # [sequences, a multiple of 64]: where the key of each position is
+    places: torch.Tensor,  # [sequences, a multiple of the block]: where the key of each position is
     tiles: list[tuple[int, int]],  # (sequence, first of its queries)
     sequences: list[tuple[int, int, int]],  # (first query's row, queries, first query's position)
     scaling: float,
@@ -111,7 +111,6 @@ def attention(
         new = torch.maximum(largest[mine], scores.amax(-1, keepdim=True))
         base = new.masked_fill(new == float("-inf"), 0.0)  # before the window: nothing was seen yet
         weights, shrink = torch.exp(scores - base), torch.exp(largest[mine] - base)
-        values = values.masked_fill(~torch.isfinite(values), 0.0)  # of places that nobody wrote to
         total[mine] = total[mine] * shrink + weights.sum(-1, keepdim=True)
         out[mine] = out[mine] * shrink + torch.bmm(weights, values)
         largest[mine] = new
@@ -122,6 +121,11 @@ def attention(
     result = torch.zeros(num_tokens, heads, value_width, dtype=query.dtype)
     result[row[here]] = out.reshape(len(row), _QUERIES, heads, value_width)[here].to(query.dtype)
     return result
+
+
+def padded(length: int) -> int:
+    """A number of keys that is a multiple of the block."""
+    return -(-length // BLOCK) * BLOCK
 
 
 def tiles_of(counts: list[int]) -> list[tuple[int, int]]:
