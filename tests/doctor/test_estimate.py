@@ -176,7 +176,7 @@ def run_estimate(*arguments):
 def test_the_command_takes_a_recipe(tmp_path):
     found = tmp_path / "estimate.json"
     result = run_estimate(
-        TINY, "algorithm.kl_coef=0.1", "--ranks", 4, "--nodes", 2, "--gpu-memory", 0.03, "--json", found
+        TINY, "algorithm.kl_coef=0.1", "--ranks", 4, "--nodes", 2, "--gpu-memory", 0.01, "--json", found
     )
     assert result.exit_code == 0, result.stderr
     for words in ("2 x 4 ranks", "reference weights", "KV cache", "does not fit the GPU", "It fits with:"):
