@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 
 import pytest
@@ -14,6 +15,7 @@ from shardproof.rollout.engine import Request, Sampling
 from shardproof.rollout.kept import GIB
 from shardproof.rollout.paged.cache import CacheShape
 from shardproof.rollout.paged.decoder import PagedDecoder
+from shardproof.rollout.paged.memory import Memory, Needs
 from shardproof.rollout.paged.model_step import why_not_paged
 from shardproof.rollout.trajectory import Trajectory
 from tests.models import tiny_config
@@ -153,3 +155,12 @@ def test_a_request_that_never_fits_is_refused_by_name(model):
     with pytest.raises(ShardproofError, match=r"have 177 tokens.*room for 128(.|\n)*rollout\.kv_cache_gib"):
         decoder(ask(PROMPTS), Sampling(100), 3)
     assert decoder([], Sampling(4), 3) == []
+
+
+def test_the_size_that_a_refusal_names_is_enough(model):
+    for longest in range(64, 64 * 20, 64):
+        needs = Needs(rows=1, longest=longest, most_new=1, num_stops=0, blocks=1, num_tokens=1)
+        with pytest.raises(ShardproofError) as refused:
+            Memory(model, CPU, most_rows=1, kv_cache_gib=1e-9).begin(needs)
+        (said,) = re.findall(r"rollout\.kv_cache_gib to at least (\S+),", str(refused.value))
+        Memory(model, CPU, most_rows=1, kv_cache_gib=float(said)).begin(needs)

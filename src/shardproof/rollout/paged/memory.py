@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import ceil, floor, log10
 
 import torch
 from transformers import PreTrainedModel
@@ -167,5 +168,8 @@ def _too_small(needs: Needs, blocks: int, least: int, size: int, gib: float | No
     there = max(blocks - 1, 0) * BLOCK
     message = f"a prompt and its answer may have {needs.longest} tokens, and the engine's cache has room for {there}."
     how = "raise" if gib is not None else "free memory on the GPU, or set"
-    fix = f"{how} rollout.kv_cache_gib to at least {least * size / GIB:.3g}, or lower rollout.max_new_tokens"
+    enough = least * size / GIB
+    digit = 10.0 ** (floor(log10(enough)) - 2)
+    enough = ceil(enough / digit) * digit  # never less than what is needed
+    fix = f"{how} rollout.kv_cache_gib to at least {enough:.3g}, or lower rollout.max_new_tokens"
     return fail("R500", "generate", message, fix=fix)
