@@ -155,6 +155,31 @@ def test_an_engine_whose_paged_cache_fails_decodes_without(folder):
     assert found == {"same": True, "gone": True}
 
 
+def only_a_paged_cache_is_exact(folder: str, latent: str) -> dict[str, Any]:
+    """What engines on CUDA say that cannot be exact: their paged cache fails, or their model has none."""
+    policy = sp.load(folder)
+    engine = EmbeddedEngine(policy, exact=True)
+    engine.load_weights(sp.WeightStream(policy, policy.settings.compute_dtype))
+
+    def fail(*given: Any) -> None:
+        raise ValueError("this attention has another shape")
+
+    engine.decoder = PagedDecoder(engine.model, engine.device)
+    engine.decoder.__class__ = type("Failing", (PagedDecoder,), {"__call__": fail})
+    found = {"fails": refusal(generate, engine, ask(2), SAMPLING)}
+    other = EmbeddedEngine(sp.load(latent), exact=True)
+    other.device = torch.device("cuda")
+    return found | {"none": refusal(other._make_decoder, 4, None)}
+
+
+def test_an_exact_engine_on_cuda_never_decodes_without_a_paged_cache(folder, tmp_path):
+    latent = str(make_checkpoint(tmp_path / "model", "deepseek_v3"))
+    (found,) = run_ranks(1, only_a_paged_cache_is_exact, folder, latent)
+    assert "R500 generate: decoding with a paged cache failed (ValueError: this attention" in found["fails"]
+    assert "C001 rollout: rollout.exact=true does not work with 'deepseek_v3' on CUDA" in found["none"]
+    assert all("rollout.exact=false" in said for said in found.values())
+
+
 def tensors_of(decoder: PagedDecoder) -> list[torch.Tensor]:
     memory, *_ = decoder.parts
     return [memory.slots.tokens, memory.logits, memory.cache.keys[0]]

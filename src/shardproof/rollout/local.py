@@ -99,6 +99,10 @@ class EmbeddedEngine(BatchEngine):
         if self.device.type != "cuda":
             return None
         reason = why_not_paged(self.model)
+        if reason is not None and self._exact:
+            name = self.model.config.model_type
+            message = f"rollout.exact=true does not work with {name!r} on CUDA, where it needs a paged cache: {reason}."
+            raise fail("C001", "rollout", message, fix="set rollout.exact=false")
         if reason is not None:
             logger.info(
                 "decoding batch by batch, without CUDA graphs: this model has no paged cache (%s)", reason
@@ -152,9 +156,11 @@ class EmbeddedEngine(BatchEngine):
             except (torch.OutOfMemoryError, ShardproofError):
                 raise
             except Exception as error:  # a family whose attention does more than it says
-                logger.warning(
-                    "decoding without a paged cache, which failed (%s: %s)", type(error).__name__, error
-                )
+                said = f"{type(error).__name__}: {error}"
+                if self._exact:  # nothing else is exact on CUDA
+                    message = f"decoding with a paged cache failed ({said})."
+                    raise fail("R500", "generate", message, fix="set rollout.exact=false") from error
+                logger.warning("decoding without a paged cache, which failed (%s)", said)
                 self.decoder.release()
                 self.decoder = None
         size = self._rows
