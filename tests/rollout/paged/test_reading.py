@@ -269,3 +269,10 @@ def test_a_kernel_that_fails_later_is_given_up_and_nothing_is_lost(kernels, monk
     monkeypatch.setattr(kernels, "gate", failing)
     check(model, readings, reader.read(readings, cache), cache, prompts)
     assert "illegal address" in caplog.text
+
+
+def test_a_family_that_does_not_pass_keywords_on_is_no_fault_of_the_user():
+    """What is raised is no finding: an engine that meets it decodes without a paged cache."""
+    states = torch.zeros(1, 2, 3, 4)
+    with pytest.raises(RuntimeError, match="Identity does not pass on what its attention needs"):
+        reading_ways.paged_attention(torch.nn.Identity(), states, states, states, None)

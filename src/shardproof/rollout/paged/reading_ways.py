@@ -13,7 +13,6 @@ from torch import nn
 from torch.nn.functional import grouped_mm, linear, scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 
-from shardproof.errors import fail
 from shardproof.model import exact, exact_attention, hf_private
 from shardproof.model.compiling import can_compile
 from shardproof.model.experts import sort_by_expert
@@ -54,8 +53,10 @@ def paged_attention(
     """
     number = getattr(module, "layer_idx", None)
     if paged is None or number is None:
-        message = f"{type(module).__name__} does not pass on what its attention needs to read prompts."
-        raise fail("T303", "attention", message)
+        # No finding: the engine then decodes without a paged cache.
+        raise RuntimeError(
+            f"{type(module).__name__} does not pass on what its attention needs to read prompts"
+        )
     chunk, keys, values = paged.chunk, paged.cache.keys[number], paged.cache.values[number]
     block, offset = chunk.places // BLOCK, chunk.places % BLOCK
     # Indices around a slice: their dimension, the tokens, comes first.
