@@ -150,7 +150,7 @@ def columns_attention(
     """Attention of new tokens to a padded cache, [rows, heads, new, width] to [rows, new, heads, width]; on a CPU."""
     if columns is None:
         message = f"{type(module).__name__} does not pass keyword arguments on to its attention."
-        raise fail("T303", "attention", message)
+        raise fail("T303", "attention", message, fix="set rollout.exact=false")
     rows, heads, num_new, width = query.shape
     keys, values = (each.transpose(1, 2).flatten(0, 1) for each in (key, value))
     out = exact_cpu.attention(
