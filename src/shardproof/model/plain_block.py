@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
-from shardproof.bounds import largest, within
+from shardproof.bounds import within
 from shardproof.model import hf_private
 from shardproof.model.attention import packed_attention
 from shardproof.model.packing import Packing
@@ -185,7 +185,7 @@ def compare(
                 return f"{name} is missing"
             continue
         error = float((guess.float() - truth.float()).norm() / truth.float().norm())
-        if not within(error, largest([limit])) and float(truth.float().norm()) > 0:
+        if not within(error, limit) and float(truth.float().norm()) > 0:
             return f"{name} differs by {error:.3g} of its size"
     return None
 

@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from shardproof.rollout.kernels import EARLY_LAUNCH, begin
+from shardproof.rollout.early_launch import EARLY_LAUNCH, begin
 from shardproof.rollout.paged.attention_parts import (
     attend_piece,
     finish,

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from shardproof.rollout.kernels import EARLY_LAUNCH, begin
+from shardproof.rollout.early_launch import EARLY_LAUNCH, begin
 from shardproof.rollout.paged.slots import Slots
 
 # Tuned on an H200: entries of the vocabulary per program that weighs them, and per sum.
