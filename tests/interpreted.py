@@ -17,6 +17,7 @@ _PACKAGES = (
 
 def run_interpreted(module: str, *args: str) -> Any:
     """What a module prints, as JSON. bfloat16 in `tl.dot` is not to be had there; float32 and float16 are."""
+    assert _PACKAGES.is_dir(), "Triton for the tests is missing: run `make .venv-triton/.stamp`"
     env = {
         **os.environ,
         "TRITON_INTERPRET": "1",

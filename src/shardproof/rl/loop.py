@@ -81,7 +81,9 @@ def _train(run: Run, folder: RunFolder, stop: StopFlag, loggers: Sequence[Logger
     logger.info("sending the weights to the engine and comparing its log-probs ...")
     metrics = _sync(run, step, folder)
     if step < run.recipe.train.steps and is_compiled(run.policy.model.model):
-        logger.info("the first step takes longer: it compiles what updates run, which this machine then keeps ...")
+        logger.info(
+            "the first step takes longer: it compiles kernels, which are then cached on this machine ..."
+        )
     with together("output"):
         folder.begin(run.prompts, run.held_out, step, loggers)
     evaluations = _Evaluations(run, folder)
