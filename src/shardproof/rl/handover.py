@@ -52,11 +52,17 @@ def hand_over(
         gap = _unrounded_gap(rounded, weights.policy)
         proof.text += "; compared before its weights were rounded to 8 bits"
     proof.details["gap"] = metrics["canary/gap"] = gap
-    if not within(gap, tolerance) or not within(metrics.get("canary/rounding", 0.0), math.inf):
+    version = weights.policy.version
+    if not within(gap, tolerance):
         message = (
             f"engine and trainer log-probs of the canary differ by {gap:.3g}, the tolerance is {tolerance:g}."
         )
-        raise fail("R503", "sync", f"after version {weights.policy.version} {message}")
+        raise fail("R503", "sync", f"after version {version} {message}")
+    if not math.isfinite(metrics.get("canary/rounding", 0.0)):
+        message = (
+            "the engine's log-probs of the canary are not finite once its weights are rounded to 8 bits."
+        )
+        raise fail("R503", "sync", f"after version {version} {message}", fix="set rollout.fp8='off'")
     return metrics
 
 
