@@ -56,7 +56,8 @@ class Rollout(Section):
     CUDA, in a server that the run starts."""
     canary_tolerance: Limit | None = None
     """How far the log-probs of engine and trainer may differ on the canary, a fixed prompt scored by both
-    after each weight sync. By default 0.001 if `model.compute_dtype` is float32, else 0.5."""
+    after each weight sync. By default 0.001 if `model.compute_dtype` is float32, else 0.5; 0
+    with `exact`."""
     ahead: Annotated[int, Bound(ge=0, le=64)] = 0
     """How many steps sampling may run ahead of training. 0: each step samples with the newest weights and
     waits for it. With k, a step trains on tokens that were drawn with weights up to k steps old. See

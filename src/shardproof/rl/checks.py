@@ -203,10 +203,10 @@ def check_exact(recipe: Recipe, config: PretrainedConfig) -> None:
         raise fail("C001", "rollout", f"{key} {config.model_type!r}: {reason}.", fix=fix)
     loss = make_algorithm(recipe.algorithm, recipe.rollout).loss
     if "mismatch/max" not in loss.metrics:
-        message = (
-            f"{key} {recipe.algorithm.name!r}: its loss does not report 'mismatch/max', which proves that it is."
+        message = f"{key} {recipe.algorithm.name!r}: its loss does not report 'mismatch/max', which proves that it is."
+        raise fail(
+            "C001", "rollout", message, fix=f"build the loss with shardproof.policy_gradient, or {fix}"
         )
-        raise fail("C001", "rollout", message, fix=f"build the loss with shardproof.policy_gradient, or {fix}")
 
 
 def check_ahead(rollout: Rollout) -> None:
