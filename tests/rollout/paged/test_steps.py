@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from types import SimpleNamespace
+from weakref import ref
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from shardproof.rollout.decode import uniform_numbers
 from shardproof.rollout.engine import Sampling
 from shardproof.rollout.paged import decoder as decoder_module
 from shardproof.rollout.paged import graphs, steps
+from shardproof.rollout.paged import memory as memory_module
 from shardproof.rollout.paged.decoder import PagedDecoder
 from shardproof.rollout.paged.memory import SIZES
 from shardproof.rollout.paged.model_step import ModelStep, attend_plain
@@ -309,3 +311,27 @@ def test_kernels_of_all_sizes_are_compiled_before_the_first_call_and_once(model,
         assert_same(other(many(1), Sampling(3), 3), grown(model, many(1), Sampling(3)))
         assert_same(other(many(20), Sampling(9), 3), grown(model, many(20), Sampling(9)))
         assert rehearsed[1:] == [6]
+
+
+def test_memory_that_grows_is_freed_first_and_survives_running_out(model, monkeypatch, capturing):
+    """A cache and logits that do not fit leave nothing behind: neither half of new memory, nor graphs over the old."""
+    decoder = PagedDecoder(model, CPU)
+    decoder.ways.graphs = True
+    assert_same(decoder(many(2), Sampling(9), 3), grown(model, many(2), Sampling(9)))
+    old, make, alive = ref(decoder.parts[0].cache), memory_module.PagedCache, []
+
+    def making(*given):
+        alive.append(old() is not None)
+        return make(*given)
+
+    def no_logits(*shape, **how):
+        raise torch.OutOfMemoryError("no room for logits")
+
+    requests = many(40, length=70)
+    with monkeypatch.context() as patched:
+        patched.setattr(memory_module, "PagedCache", making)
+        patched.setattr(memory_module, "torch", SimpleNamespace(**vars(torch) | {"zeros": no_logits}))
+        with pytest.raises(torch.OutOfMemoryError):
+            decoder(requests, Sampling(9), 3)
+    assert alive == [False]
+    assert_same(decoder(requests, Sampling(9), 3), grown(model, requests, Sampling(9)))

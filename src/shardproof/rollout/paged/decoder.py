@@ -74,7 +74,7 @@ class PagedDecoder:
         found: dict[int, Trajectory] = {}
         while True:
             try:
-                self._memory.begin(needs)
+                self._memory.begin(needs, self._steps.release)
                 self._steps.begin()
                 self._compile(needs, sampling)
                 run = _Run(self, requests, sampling, version, kept, found)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import ceil, floor, log10
 
@@ -95,11 +95,14 @@ class Memory:
         assert self._logits is not None
         return self._logits
 
-    def begin(self, needs: Needs) -> None:
-        """Make room for a call, and start with nothing in it."""
-        self._make_cache(needs)
+    def begin(self, needs: Needs, let_go: Callable[[], None] = lambda: None) -> None:
+        """Make room for a call, and start with nothing in it.
+
+        `let_go` is called before memory is made anew: whoever works in the old one must hold it no longer.
+        """
+        self._make_cache(needs, let_go)
         self.pool = BlockPool(self.cache.num_blocks)
-        self._make_slots(needs)
+        self._make_slots(needs, let_go)
         self.slots.clear()
 
     def free(self) -> None:
@@ -112,7 +115,7 @@ class Memory:
         if self._cache is not None:
             self._cache.clear()
 
-    def _make_cache(self, needs: Needs) -> None:
+    def _make_cache(self, needs: Needs, let_go: Callable[[], None]) -> None:
         shape = CacheShape.of(self._model.config)
         size = shape.block_bytes(self._model.dtype)
         wanted = max(needs.blocks, LEAST_BLOCKS) + 1
@@ -128,11 +131,12 @@ class Memory:
         if max(wanted, there) < least:
             raise _too_small(needs, wanted, least, size, self._gib)
         if wanted > there:
+            let_go()
             self._cache = None  # before the new one is made
             self._cache = PagedCache(shape, wanted, self._model.dtype, self._device, self._sleeping)
             self.version += 1
 
-    def _make_slots(self, needs: Needs) -> None:
+    def _make_slots(self, needs: Needs, let_go: Callable[[], None]) -> None:
         rows, blocks = (
             padded_rows(needs.rows, self.most_rows),
             max(blocks_for(needs.longest) + 1, LEAST_TABLE),
@@ -146,13 +150,15 @@ class Memory:
             rows, blocks, new, stops = map(max, have, (rows, blocks, new, stops))
         # Conversations grow: by powers of two, so that few of their turns need new memory, and new graphs.
         blocks, stops = (1 << (number - 1).bit_length() for number in (blocks, stops))
-        self._slots = Slots.make(rows, blocks, new, stops, self._device)
+        let_go()
+        self._slots = self._logits = self.chosen = old = None  # also if there is no room for all of the new
+        slots = Slots.make(rows, blocks, new, stops, self._device)
         vocabulary = len(self._model.get_output_embeddings().get_parameter("weight"))
         self._logits = torch.zeros(rows, vocabulary, dtype=self._model.dtype, device=self._device)
-        self.chosen = None
         if self._recorder is not None:
             # A step notes the experts of the token that it reads, which was drawn in the step before.
-            self.chosen = self._recorder.room(self.slots.tokens.new_empty(rows + 1, new + 1))
+            self.chosen = self._recorder.room(slots.tokens.new_empty(rows + 1, new + 1))
+        self._slots = slots
         self.version += 1
 
 
