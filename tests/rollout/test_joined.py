@@ -7,7 +7,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import shardproof as sp
-from shardproof.rollout.joined import join_weights, side_by_side
+from shardproof.model.adjacent import side_by_side
+from shardproof.rollout.joined import join_weights
 from shardproof.rollout.local import EmbeddedEngine
 from tests.models import make_checkpoint, tiny_config
 from tests.ranks import run_ranks

@@ -5,9 +5,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from shardproof.config.schema import Rollout
+from shardproof.model.adjacent import side_by_side
 from shardproof.rl import setup
 from shardproof.rollout import replica_memory
-from shardproof.rollout.joined import join_weights, side_by_side
+from shardproof.rollout.joined import join_weights
 from shardproof.rollout.replica_memory import ReplicaMemory
 from tests.models import tiny_config
 

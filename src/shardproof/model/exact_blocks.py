@@ -18,6 +18,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from shardproof.model import hf_private
+from shardproof.model.adjacent import joined_linear
 from shardproof.model.compiling import fused
 
 _ATTENTIONS = (LlamaAttention, Qwen2Attention, Qwen3Attention)
@@ -103,27 +104,12 @@ def _eps(module: Any, name: str) -> float:
 
 def _project(x: torch.Tensor, layers: list[Any]) -> list[torch.Tensor]:
     """The outputs of linear layers that read the same: by one matmul where their weights lie side by side in memory."""
-    weights, biases = [each.weight for each in layers], [each.bias for each in layers]
-    if torch.is_grad_enabled() or not _adjacent(weights):
+    weights = [each.weight for each in layers]
+    biases = [each.bias for each in layers] if layers[0].bias is not None else None
+    joined = None if torch.is_grad_enabled() else joined_linear(weights, biases)
+    if joined is None:
         return [each(x) for each in layers]
-    has_bias = biases[0] is not None
-    if has_bias and not _adjacent(biases):
-        return [each(x) for each in layers]
-    sizes = [len(weight) for weight in weights]
-    first = weights[0]
-    joined = first.as_strided((sum(sizes), first.shape[1]), first.stride())
-    bias = biases[0].as_strided((sum(sizes),), (1,)) if has_bias else None
-    return list(linear(x, joined, bias).split(sizes, -1))
-
-
-def _adjacent(tensors: list[torch.Tensor]) -> bool:
-    """Whether tensors follow each other in one storage."""
-    end, storage = tensors[0].data_ptr(), tensors[0].untyped_storage().data_ptr()
-    for each in tensors:
-        if each.data_ptr() != end or each.untyped_storage().data_ptr() != storage or not each.is_contiguous():
-            return False
-        end += each.nbytes
-    return True
+    return list(linear(x, *joined).split([len(weight) for weight in weights], -1))
 
 
 class _Norm(torch.autograd.Function):

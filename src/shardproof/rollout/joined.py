@@ -31,16 +31,3 @@ def _join(params: Sequence[nn.Parameter]) -> None:
     joined = torch.cat([param.data for param in params])
     for param, part in zip(params, joined.split(list(map(len, params))), strict=True):
         param.data = part
-
-
-def side_by_side(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """One tensor of the rows of all, which shares their memory; None if they are not next to each other."""
-    first, end = tensors[0], tensors[0].storage_offset()
-    for each in tensors:
-        is_next = each.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
-        if not (
-            is_next and each.storage_offset() == end and each.is_contiguous() and each.dtype == first.dtype
-        ):
-            return None
-        end += each.numel()
-    return first.as_strided((sum(map(len, tensors)), *first.shape[1:]), first.stride())

@@ -18,10 +18,10 @@ import triton
 import triton.language as tl
 from torch.nn.functional import linear
 
+from shardproof.model.adjacent import joined_linear
 from shardproof.rollout import fp8_kernels
 from shardproof.rollout.early_launch import EARLY_LAUNCH, begin
 from shardproof.rollout.fp8 import Float8, copy_of
-from shardproof.rollout.joined import side_by_side
 
 # Tuned on an H200 with 32 rows: the block sizes of a weight, and how many blocks there should be.
 _BLOCK_N, _BLOCK_K, _TARGET_BLOCKS = 64, 128, 256
@@ -150,7 +150,7 @@ def project(
     They are float32, or with many rows one share in x's own type.
     """
     rows, k = x.shape
-    joined = _joined(weights, biases) if rows > _FEW_ROWS else None
+    joined = joined_linear(weights, biases) if rows > _FEW_ROWS else None
     if joined is not None:
         return linear(x, *joined)[None]
     copies = float8_copies(weights, rows)
@@ -178,15 +178,6 @@ def float8_copies(weights: Sequence[torch.Tensor], rows: int) -> list[Float8] | 
     copies = [copy_of(weight) for weight in weights] if rows <= fp8_kernels.MAX_ROWS else []
     found = [copy for copy in copies if copy is not None]
     return found if len(found) == len(weights) else None
-
-
-def _joined(
-    weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor] | None = None
-) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-    """One weight and one bias for what is multiplied together; None if they do not lie side by side."""
-    weight = side_by_side(weights)
-    bias = side_by_side(biases) if biases is not None else None
-    return None if weight is None or (bias is None and biases is not None) else (weight, bias)
 
 
 def rows_at_a_time(rows: int) -> int:
@@ -224,7 +215,7 @@ def gate_up(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> torch.Tens
     if copies is not None:
         return fp8_kernels.gate_up(x, *copies)
     out = torch.empty(rows, n, dtype=x.dtype, device=x.device)
-    joined = _joined([gate, up]) if rows > _FEW_ROWS else None
+    joined = joined_linear([gate, up]) if rows > _FEW_ROWS else None
     if joined is not None:
         block = _GATE_BLOCK * (8 if n % (8 * _GATE_BLOCK) == 0 else 1)
         _gate_kernel[(rows, n // block)](
