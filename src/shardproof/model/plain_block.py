@@ -26,7 +26,7 @@ from shardproof.model.packing import Packing
 
 logger = logging.getLogger(__name__)
 
-_PROJECTIONS = {"q_proj", "k_proj", "v_proj", "o_proj"}
+PROJECTIONS = {"q_proj", "k_proj", "v_proj", "o_proj"}
 _HEAD_NORMS = {"q_norm", "k_norm"}
 _MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 _BLOCK = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
@@ -38,30 +38,39 @@ _LIMIT, _LIMIT_OF_EXPERTS = 0.03, 0.15
 
 
 def is_plain(block: Any) -> bool:
+    """Whether the kernels of training can run a block."""
+    return (
+        has_plain_parts(block)
+        and not getattr(block.self_attn, "attention_dropout", 0.0)
+        and not hasattr(block, "residual_multiplier")
+        and block.self_attn.head_dim in _WIDTHS
+    )
+
+
+def has_plain_parts(block: Any) -> bool:
     """Whether a block is built of the parts that are known here, its weights as plain linear modules."""
     if set(dict(block.named_children())) != _BLOCK:
         return False
     attention, mlp = block.self_attn, block.mlp
     names = set(dict(attention.named_children()))
-    if names not in (_PROJECTIONS, _PROJECTIONS | _HEAD_NORMS):
+    if names not in (PROJECTIONS, PROJECTIONS | _HEAD_NORMS):
         return False
     norms = [block.input_layernorm, block.post_attention_layernorm]
     head_norms = [getattr(attention, name) for name in names & _HEAD_NORMS]
     width = getattr(attention, "head_dim", 0)
     return (
-        all(type(getattr(attention, name)) is nn.Linear for name in _PROJECTIONS)
+        all(type(getattr(attention, name)) is nn.Linear for name in PROJECTIONS)
         and attention.o_proj.bias is None
         and not list(attention.parameters(recurse=False))  # such as sinks
-        and not getattr(attention, "attention_dropout", 0.0)
-        and not hasattr(block, "residual_multiplier")
         and all(hasattr(norm, "variance_epsilon") for norm in norms + head_norms)
         and all(norm.weight.shape == (width,) for norm in head_norms)
-        and width in _WIDTHS
-        and (_is_plain_mlp(mlp) or bool(hf_private.expert_modules(mlp)))
+        and width > 0
+        and (is_plain_mlp(mlp) or bool(hf_private.expert_modules(mlp)))
     )
 
 
-def _is_plain_mlp(mlp: Any) -> bool:
+def is_plain_mlp(mlp: Any) -> bool:
+    """Whether an MLP is down(silu(gate(x)) * up(x)) of plain linear modules."""
     if set(dict(mlp.named_children())) != _MLP or not hf_private.is_silu(mlp.act_fn):
         return False
     return all(
@@ -212,7 +221,7 @@ def run_block(
     )  # fmt: skip
     attended = attended.reshape(len(residual), -1)
     after = block.post_attention_layernorm
-    if _is_plain_mlp(mlp):
+    if is_plain_mlp(mlp):
         weights = (mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight)
         out = _Outward.apply(
             residual, attended, attention.o_proj.weight, after.weight, *weights, after.variance_epsilon

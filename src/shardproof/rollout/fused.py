@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from shardproof.model import hf_private
+from shardproof.model import hf_private, plain_block
 from shardproof.model.compiling import can_compile
 from shardproof.model.families import MOVING_ROPE
 from shardproof.rollout.paged.blocks import BLOCK
@@ -21,10 +21,6 @@ from shardproof.rollout.paged.cache import PagedCache
 from shardproof.rollout.paged.model_step import windows_of
 from shardproof.rollout.paged.slots import Slots
 
-_ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
-_HEAD_NORMS = {"q_norm", "k_norm"}
-_MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
-_BLOCK = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _TILE = 128  # what widths must be multiples of
 _HEAD_WIDTHS = (32, 64, 128, 256)
 
@@ -49,35 +45,23 @@ def can_fuse(model: PreTrainedModel, device: torch.device) -> bool:
 
 
 def _is_plain_block(block: Any) -> bool:
-    if set(dict(block.named_children())) != _BLOCK:
+    if not plain_block.has_plain_parts(block):
         return False
     attention, mlp = block.self_attn, block.mlp
-    names = set(dict(attention.named_children()))
-    if names not in (_ATTENTION, _ATTENTION | _HEAD_NORMS):
-        return False
-    width = getattr(attention, "head_dim", 0)
-    norms = [block.input_layernorm, block.post_attention_layernorm]
-    norms += [getattr(attention, name) for name in names & _HEAD_NORMS]
+    layers = [getattr(attention, name) for name in plain_block.PROJECTIONS]
+    has_experts = not plain_block.is_plain_mlp(mlp)
+    if not has_experts:
+        layers += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
     return (
-        all(_is_tiled(getattr(attention, name)) for name in _ATTENTION)
-        and not list(attention.parameters(recurse=False))  # such as sinks
-        and attention.o_proj.bias is None
+        all(map(_is_tiled, layers))
         and len({each.bias is None for each in (attention.q_proj, attention.k_proj, attention.v_proj)}) == 1
-        and all(hasattr(norm, "variance_epsilon") for norm in norms)
-        and all(getattr(attention, name).weight.shape == (width,) for name in names & _HEAD_NORMS)
-        and width in _HEAD_WIDTHS
-        and (_is_plain_mlp(mlp) or _has_plain_experts(mlp))
+        and attention.head_dim in _HEAD_WIDTHS
+        and (not has_experts or _has_plain_experts(mlp))
     )
 
 
-def _is_tiled(module: nn.Module) -> bool:
-    return type(module) is nn.Linear and all(size % _TILE == 0 for size in module.weight.shape)
-
-
-def _is_plain_mlp(mlp: Any) -> bool:
-    if set(dict(mlp.named_children())) != _MLP or not hf_private.is_silu(mlp.act_fn):
-        return False
-    return all(_is_tiled(each) and each.bias is None for each in (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
+def _is_tiled(layer: nn.Linear) -> bool:
+    return all(size % _TILE == 0 for size in layer.weight.shape)
 
 
 def _has_plain_experts(mlp: nn.Module) -> bool:
