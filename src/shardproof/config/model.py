@@ -51,8 +51,8 @@ class Model(Section):
     more memory. By default this happens only if `checkpoint_activations = "auto"` finds enough free memory;
     `true` rules it out."""
     compile: bool | None = None
-    """Compile the transformer blocks with `torch.compile`. By default on for CUDA with 16-bit compute and
-    FSDP2, if Triton and a C compiler are installed."""
+    """Run the transformer blocks through fused kernels: our own for plain blocks on CUDA, `torch.compile` for
+    others. By default on for CUDA with 16-bit compute and FSDP2, if Triton and a C compiler are installed."""
     lora: Lora | None = None
     """Train low-rank adapters instead of all weights. Without this section every weight is trained."""
     trust_remote_code: bool = False
