@@ -7,7 +7,7 @@ import torch
 
 import shardproof as sp
 from shardproof.model import attention
-from shardproof.rollout import proof
+from shardproof.rollout.paged import proof
 from shardproof.train.forward import Scoring
 from shardproof.train.probe import Yardstick
 from shardproof.train.state import training_state
@@ -135,6 +135,6 @@ def test_scores_that_are_not_numbers_agree_with_nothing(dtype, has_experts):
 def test_steps_that_are_not_numbers_agree_with_nothing(has_experts):
     right, wrong = torch.zeros(3, 5), torch.zeros(3, 5)
     wrong[2, 4] = math.nan
-    assert proof._judge([right, right], 1.0, has_experts) is None
-    assert proof._judge([right, wrong], 1.0, has_experts) is not None
-    assert proof._judge([right, right], math.nan, has_experts) is not None
+    assert proof.judge([right, right], 1.0, has_experts) is None
+    assert proof.judge([right, wrong], 1.0, has_experts) is not None
+    assert proof.judge([right, right], math.nan, has_experts) is not None

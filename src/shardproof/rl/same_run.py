@@ -85,7 +85,7 @@ class Change:
 
     def __str__(self) -> str:
         old, new = (_shown(value) for value in (self.old, self.new))
-        return f"{self.key}{f'[{self.part}]' if self.part else ''}={old} (now {new})"
+        return f"{_shown(self.key)}{f'[{self.part}]' if self.part else ''}={old} (now {new})"
 
 
 def check_resume(resume: Resume) -> None:
@@ -146,13 +146,19 @@ def refuse_changes(folder: Path, changes: Iterable[Change], resume: Resume) -> N
     refused = [change for change in changes if not resume.allows(change.key)]
     if not refused:
         return
-    options = " ".join(f"--allow {key}" for key in dict.fromkeys(change.key for change in refused))
+    known = set(
+        all_keys(Recipe)
+    )  # what was written into the folder may hold any key; only these can be allowed
+    options = " ".join(
+        f"--allow {key}" for key in dict.fromkeys(change.key for change in refused) if key in known
+    )
     message = f"{folder} was started with other settings: {', '.join(map(str, refused))}."
     raise fail(
         "C006",
         "output",
         message,
-        fix=f"use the old values or another output.folder, or accept the change with {options}",
+        fix="use the old values or another output.folder"
+        + (f", or accept the change with {options}" if options else ""),
     )
 
 
