@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from shardproof.model.packing import to_device
 from shardproof.train.moments import Part
 
 _BLOCK, _ROUNDS = 1024, 16  # elements at a time, and how often, of one program
@@ -106,8 +107,8 @@ def _launch(parts: Sequence[Part], aligned: bool) -> None:
     factors = [(part.factors.decay, part.factors.rate, part.factors.root) for part in parts]
     places = _places(sizes, device)
     _step_kernel[(places.shape[1],)](
-        _upload(torch.tensor(rows).t().contiguous(), device),
-        _upload(torch.tensor(factors, dtype=torch.float32).t().contiguous(), device),
+        to_device(torch.tensor(rows).t().contiguous(), device),
+        to_device(torch.tensor(factors, dtype=torch.float32).t().contiguous(), device),
         places,
         len(parts),
         places.shape[1],
@@ -129,7 +130,3 @@ def _places(sizes: tuple[int, ...], device: torch.device) -> torch.Tensor:
     part = np.repeat(np.arange(len(sizes), dtype=np.int32), counts)
     number = np.concatenate([np.arange(count, dtype=np.int32) for count in counts])
     return torch.from_numpy(np.stack([part, number])).to(device)
-
-
-def _upload(table: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table

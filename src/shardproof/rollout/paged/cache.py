@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from shardproof.model.packing import to_device
 from shardproof.rollout.kept import States
 from shardproof.rollout.paged.blocks import BLOCK, blocks_for
 from shardproof.shard.sleeping import SleepingMemory
@@ -96,7 +97,4 @@ class PagedCache:
             self._storage.index_copy_(2, self._index(targets), copied)
 
     def _index(self, blocks: Sequence[int]) -> torch.Tensor:
-        found = torch.tensor(blocks, dtype=torch.int64)
-        if self.device.type == "cuda":  # without waiting for the device
-            return found.pin_memory().to(self.device, non_blocking=True)
-        return found
+        return to_device(torch.tensor(blocks, dtype=torch.int64), self.device)

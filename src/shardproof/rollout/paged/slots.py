@@ -8,11 +8,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from shardproof.model.packing import to_device
+
 
 def upload(numbers: np.ndarray, device: torch.device) -> torch.Tensor:
     """On the device, without waiting for what it does."""
-    found = torch.from_numpy(numbers)
-    return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found.to(device)
+    return to_device(torch.from_numpy(numbers), device)
 
 
 @dataclass(frozen=True)
