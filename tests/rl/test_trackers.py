@@ -16,6 +16,7 @@ from shardproof.rl import trackers as trackers_module
 from shardproof.rl.place import write_settings
 from shardproof.rl.trackers import STATE_NAME, Trackers, check_logins
 from tests.ranks import run_ranks
+from tests.rl.background_engine import wait_until
 from tests.rl.runs import TINY, lines, run_recipe, small_recipe
 from tests.rl.tracker_readers import (
     read_mlflow,
@@ -94,6 +95,7 @@ def test_a_resumed_run_goes_on_in_the_same_place_and_repeats_no_step(tmp_path, o
         second.step(step)
     (folder / "report.html").write_text("<html></html>")
     second.trackers.close("finished")
+    wait_until(lambda: 4 in read(name, folder))  # wandb's own process may write after it has said that it did
     found = read(name, folder)
     assert {step: found[step] for step in sorted(found)} == dict.fromkeys((1, 2, 3, 4), METRICS)
     assert not first.events and not second.events
