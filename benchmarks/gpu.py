@@ -10,7 +10,7 @@ are left out. Each part fits ten minutes. To measure ours and the peers at diffe
 
 rows, tails, prompts: the engine alone, the shape of Qwen3-1.7B in bfloat16, temperature 1, with the log-probs of the drawn
 tokens. `rows`: prompts of 128 tokens and completions of equal lengths, milliseconds of a step. `tails`: geometric lengths,
-the same for every engine, tokens a second until the last one has ended. `prompts`: seconds until every prompt has its
+the same for every engine, tokens per second until the last one has ended. `prompts`: seconds until every prompt has its
 first token. No two prompts are alike.
 
 dense, moe, long: updates; bfloat16 compute, float32 weights, one rank under NCCL; only their own tokens count, not padding.
@@ -47,6 +47,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import gpu_long, gpu_ours, gpu_peers, gpu_runs, gpu_vllm
+from benchmarks.gpu_cases import ENGINE_PARTS
 from benchmarks.gpu_merge import CannotMerge, take_over
 from benchmarks.gpu_options import add_engine_options, add_step_options, add_update_options
 from benchmarks.gpu_ours import OURS
@@ -61,11 +62,9 @@ from benchmarks.gpu_workload import (
     LONG,
     MEMORY,
     MOE,
-    PROMPTS,
     RL,
     RL_TAILS,
     ROWS,
-    TAILS,
     TINY,
     active_parameters,
     dense_config,
@@ -99,7 +98,6 @@ class Contender:
         return "needs a CUDA device" if self.cuda_only and options.device != "cuda" else None
 
 
-ENGINE_PARTS = (ROWS, TAILS, PROMPTS)
 _TRL: dict[str, Any] = {"needs": ("trl",), "is_peer": True}
 _TRL_VLLM: dict[str, Any] = {"needs": ("trl", "vllm"), "is_peer": True, "cuda_only": True}
 _VLLM: dict[str, Any] = {"needs": ("vllm",), "is_peer": True, "cuda_only": True}
@@ -127,20 +125,20 @@ CONTENDERS = [
     *(Contender(f"{OURS}, {name}", (MEMORY,), case.measure) for name, case in gpu_long.LARGE_CASES.items()),
 ]
 PARTS = list(dict.fromkeys(part for contender in CONTENDERS for part in contender.parts))
-PEAK_RATE = 989e12  # operations a second, as the maker says, by which others publish MFU
+PEAK_RATE = 989e12  # operations per second, as the maker says, by which others publish MFU
 _LAST_LINES = 12  # of a failed contender's output
 _MIN_SECONDS = 10.0  # in less, no contender gets anywhere
 
 
 def matmul_rate(device: str) -> float:
-    """Operations a second of a bfloat16 matmul."""
+    """Operations per second of a bfloat16 matmul."""
     size = 8192 if device == "cuda" else 256
     left, right = (torch.randn(size, size, dtype=torch.bfloat16, device=device) for _ in range(2))
     return 2 * size**3 / seconds_of(lambda: left @ right, 20, device)
 
 
 def copy_bandwidth(device: str) -> float:
-    """Bytes that cross the memory bus a second in a device-to-device copy, which reads and writes."""
+    """Bytes per second that cross the memory bus in a device-to-device copy, which reads and writes."""
     nbytes = 2**32 if device == "cuda" else 2**24
     source = torch.empty(nbytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)

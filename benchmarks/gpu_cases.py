@@ -91,7 +91,7 @@ def _rows(run: Run, prompts: Sequence[Sequence[int]], options: argparse.Namespac
 def _tails(
     run: Run, prompts: Sequence[Sequence[int]], lengths: Sequence[int], options: argparse.Namespace
 ) -> Row:
-    """Tokens a second until the last completion has ended, prompts included."""
+    """Tokens per second until the last completion has ended, prompts included."""
     run(prompts, [max(1, length // _WARM_SHARE) for length in lengths])
     whole = seconds_of(lambda: run(prompts, lengths), 1, options.device, warm=True)
     return {"tokens_per_s": sum(lengths) / whole, "whole_s": whole, "tokens": sum(lengths)}

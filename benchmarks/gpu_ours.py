@@ -77,7 +77,7 @@ def load_options(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def update_shardproof(part: str, config: Any, options: argparse.Namespace, save: Save) -> None:
-    """Tokens a second of a whole train step."""
+    """Tokens per second of a whole train step."""
     join_group()
     policy = sp.load(sp.RandomInit(config), device=options.device, progress=False, **load_options(options))
     optimizer = sp.make_optimizer(policy, LR)
