@@ -17,6 +17,7 @@ from shardproof.config.numbers import (
     LearningRate,
     Limit,
     Processes,
+    Seconds,
     Steps,
     StepsOrNever,
     Tokens,
@@ -196,3 +197,6 @@ class Train(Section):
     max_consecutive_skips: Count = 3
     """Stop the run after this many updates in a row that were skipped because a loss or gradient was not
     finite."""
+    deadline_s: Seconds = 600.0
+    """Seconds that a rank waits for the others in one stage (loading, a step, a sync, a checkpoint) before the run ends
+    with an error that names the ranks and hosts that did not answer."""

@@ -37,6 +37,7 @@ FREE = {
     *("reward.timeout_s", "reward.num_workers"),
     *("environment.timeout_s", "environment.num_workers", "environment.python"),
     *("train.steps", "train.micro_batch_tokens", "train.ranks", "train.max_consecutive_skips"),
+    "train.deadline_s",
     "output",
 }
 FIXED = {

@@ -1,0 +1,1 @@
+"""Runs on several hosts, which are made of namespaces on this machine."""
