@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from shardproof.dist import stacks
 from shardproof.dist.collectives import control_group
+from shardproof.dist.hosts import hosts
 from shardproof.errors import ShardproofError, fail
 from shardproof.text import printable
 
@@ -54,6 +55,7 @@ def init_distributed(device: str | torch.device | None = None, timeout_s: float 
     if not dist.is_initialized():
         _init_group(device, timeout_s)
     control_group()  # made now, where every rank is, so that every deadline finds it
+    hosts()
     stacks.start()
 
 
