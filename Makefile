@@ -30,7 +30,7 @@ export TRANSFORMERS_VERBOSITY := error
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 
 .DEFAULT_GOAL := test
-.PHONY: setup vllm demo browser namespaces compiler lint docs test-core test-runs test-adapters test-docs test-vllm test format clean
+.PHONY: setup vllm demo browser namespaces compiler lint docs test-hosts test-core test-runs test-adapters test-docs test-vllm test format clean
 
 setup: $(STAMP)
 
@@ -110,10 +110,17 @@ test-docs: $(STAMP) browser
 test-adapters: $(GYM_STAMP) .venv-verifiers/.stamp .venv-openenv/.stamp
 	$(PYTEST) -n 2 tests/environments/adapters
 
+# Runs on several hosts, which are namespaces of this machine. They need root; where that is missing, the stage says so.
+test-hosts: $(STAMP)
+	@command -v ip >/dev/null || [ "$$(id -u)" != 0 ] || $(MAKE) --no-print-directory namespaces || true
+	@if lacking=$$($(BIN)/python -m tests.hosts.cluster 2>&1); then \
+		echo "$(PYTEST) -n 2 tests/hosts"; $(PYTEST) -n 2 tests/hosts; \
+	else echo "make test-hosts: left out: $$lacking"; fi
+
 test-vllm: $(VLLM_STAMP)
 	$(PYTEST) -n 2 tests/rollout/vllm
 
-test: lint test-core test-runs test-adapters test-docs $(EXTRA_STAGES)
+test: lint test-core test-runs test-hosts test-adapters test-docs $(EXTRA_STAGES)
 
 # The documentation as a site, in site/. A broken link ends the build.
 docs: $(STAMP)
