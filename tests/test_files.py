@@ -6,6 +6,7 @@ import json
 import math
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -195,7 +196,19 @@ def test_a_claim_is_dead_only_if_its_process_was_killed(tmp_path: Path) -> None:
         subprocess.run([sys.executable, "-c", script, str(tmp_path), end], check=not dead)
         assert claim_is_dead(tmp_path) is dead
     lock_file = tmp_path / LOCK_NAME
-    for holder in ("process 999999999 on host elsewhere since now", "process x on host y", "\udcff\0"):
+    subprocess.run([sys.executable, "-c", script, str(tmp_path), "kill"], check=False)
+    first, proof = lock_file.read_text().splitlines()
+    kernel, namespace, start, token = proof.split(" ")
+    here = f"process {os.getpid()} on host {socket.gethostname()} since now"
+    for holder, dead in (
+        (f"{first}\n{proof}\n", True),
+        (f"{first}\n{kernel} pid:[1] {start} {token}\n", True),  # of a container on this kernel
+        (f"{here}\n{kernel} {namespace} {start} {token}\n", True),  # its number is used again
+        (f"{first}\n{'0' * 36} {namespace} {start} {token}\n", False),  # of a host of the same name
+    ):
+        lock_file.write_text(holder)
+        assert claim_is_dead(tmp_path) is dead
+    for holder in (first, "process 999999999 on host elsewhere since now", "process x on host y", "\udcff\0"):
         lock_file.write_bytes(holder.encode("utf-8", "surrogateescape"))
         assert not claim_is_dead(tmp_path)
 

@@ -27,6 +27,9 @@ LOCK_NAME = ".lock"
 PARTIAL = ".partial-"  # being written
 REPLACED = ".replaced-"  # the old folder, between the two renames of a replacement
 REMOVED = ".removed-"  # being deleted
+# Number, then kernel, namespace and start time of the process that claimed a folder.
+_HOLDER = re.compile(r"process (\d+) on host [^\n]* since [^\n]*\n(\S+ \S+ \S+) \S+\n")
+_START_TIME = 19  # among the fields of /proc/PID/stat after the name
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 _UNSUPPORTED = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM}
 
@@ -121,18 +124,40 @@ def remove_folder(folder: Path) -> None:
 
 
 def claim_is_dead(folder: Path) -> bool:
-    """Whether the last process that claimed a folder ended without giving it up; False where this host cannot tell."""
+    """Whether the last process that claimed a folder ended without giving it up; False where this host cannot tell.
+
+    It can tell of processes of its own kernel alone. Other hosts may have the same hostname.
+    """
     path = folder / LOCK_NAME
     try:
-        holder = re.match(r"process (\d+) on host (.*) since ", path.read_text(errors="replace"))
-        if holder is None or holder[2] != socket.gethostname() or Path(f"/proc/{holder[1]}").exists():
+        noted = _HOLDER.match(path.read_text(errors="replace"))
+        number, claimed = (int(noted[1]), noted[2].split(" ")) if noted else (0, [])
+        if not noted or claimed[0] != _kernel() or (claimed == _place_of(number)):
             return False
-        # In a container the process may have another number: whoever lives still holds the lock.
+        # The process may live in a container that shows other numbers, or none: whoever lives still holds the lock.
         with path.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError:  # no file, or a lock that is held
         return False
     return True
+
+
+def _kernel() -> str:
+    """What names the kernel of this host since it booted, also in containers; "" where the system does not say it."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def _place_of(pid: int) -> list[str]:
+    """What no two processes share, as this process sees one: kernel, namespace of process ids, and when it started."""
+    try:
+        # The name of the program, in parentheses, may contain anything; after it fields are numbers.
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+        return [_kernel(), os.readlink("/proc/self/ns/pid"), fields[_START_TIME]]
+    except OSError:  # there is no such process, or no /proc
+        return ["", "", ""]
 
 
 class FolderLock:
@@ -160,7 +185,9 @@ class FolderLock:
             raise fail("C006", stage, message, fix="wait for it, stop it, or use another folder") from None
         since = time.strftime("%Y-%m-%d %H:%M:%S")
         holder = f"process {os.getpid()} on host {socket.gethostname()} since {since}"
-        noted = f"{holder}\n{secrets.token_hex(4)}\n".encode()  # unique to this claim
+        # The second line proves who it was; its last word is unique to this claim.
+        proof = " ".join([*_place_of(os.getpid()), secrets.token_hex(4)])
+        noted = f"{holder}\n{proof}\n".encode()
         with contextlib.suppress(OSError):  # a full disk: the lock holds without its text
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, noted, 0)

@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 
 import pytest
 
@@ -10,6 +9,7 @@ from shardproof.cli.footer import Part
 from shardproof.cli.options import Options
 from shardproof.cli.readiness import says_complete
 from shardproof.config.load import from_json
+from tests.claims import leave_claim
 from tests.rl.runs import small_recipe, write_rows
 
 
@@ -110,6 +110,6 @@ def test_a_complete_run_says_so_when_it_is_started_again(tmp_path):
 
 def test_a_killed_run_gets_its_page_from_the_launcher(run, tmp_path):
     (tmp_path / "run.json").write_text(json.dumps({"status": "running", "step": 0}))
-    (tmp_path / ".lock").write_text(f"process 999999999 on host {socket.gethostname()} since 2026-01-01\n")
+    leave_claim(tmp_path)
     assert run.footer()[0].startswith("Failed after step 4")
     assert '"status":"killed"' in (tmp_path / "report.html").read_text()

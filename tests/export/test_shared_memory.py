@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 
 import shardproof as sp
-from shardproof.dist import region
 from shardproof.dist.region import NotOurs, RegionAddress, create_region, map_region
 from shardproof.export import shared
 from shardproof.export.manifest import Manifest
@@ -25,6 +24,7 @@ from shardproof.rollout.vllm_engine import VllmEngine
 from shardproof.rollout.vllm_server import VllmSettings
 from tests.export.test_stream import collect, differences, load, lora_config, read_folder, train
 from tests.ranks import run_ranks, run_ranks_outcomes
+from tests.several_hosts import pretend_hosts
 
 pytestmark = pytest.mark.distributed
 
@@ -326,9 +326,7 @@ def test_a_rank_of_another_host_is_named_and_writes_nothing(checkpoint, tmp_path
 def serve_from_two_hosts(folder):
     """Rank 1 cannot map what rank 0 has; nobody listens at the url, so only what comes before it is tried."""
     settings = VllmSettings(mode="server", url="http://127.0.0.1:9", start_timeout_s=1.0)
-    with pytest.MonkeyPatch.context() as patch:
-        if dist.get_rank() == 1:
-            patch.setattr(region, "_map", lambda address: None)
+    with pretend_hosts("ab"):
         VllmEngine(load(folder), settings)
 
 
@@ -338,4 +336,4 @@ def test_vllm_by_shared_memory_is_refused_on_several_hosts_before_it_starts(chec
         assert message.startswith(
             "C001 rollout: rollout.vllm.transport='shared' needs every rank on rank 0's host"
         )
-        assert "ranks [1] share no memory with rank 0" in message
+        assert "rank 1 on host host-b shares no memory with rank 0" in message

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-import socket
 from pathlib import Path
 
 import pytest
 
 from shardproof.report.page import write_report
+from tests.claims import leave_claim
 from tests.report.folders import (
     HOSTILE,
     add_events,
@@ -278,7 +278,7 @@ def test_how_the_run_ended(tab, tmp_path, status, shown):
 def test_a_killed_run_is_not_running(tab, tmp_path):
     folder = make_run(tmp_path / "run")
     (folder / "run.json").write_text(json.dumps(make_facts("running")))
-    (folder / ".lock").write_text(f"process 999999999 on host {socket.gethostname()} since 2026-01-01\n")
+    leave_claim(folder)
     open_run(tab, folder)
     assert tab.text("header .status") == "killed" and tab.count("progress") == 0
     assert tab.text("#alerts .alert.bad").startswith("The run was killed")

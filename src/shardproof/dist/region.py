@@ -125,15 +125,6 @@ def open_region(size: int, group: dist.ProcessGroup) -> torch.Tensor | None:
     return memory if all(answers[rank] for rank in mine) else None
 
 
-def ranks_apart() -> list[int]:
-    """The ranks that cannot map memory of rank 0: they are on other hosts, in other containers or another user's.
-
-    Collective: every rank.
-    """
-    _, answers = _offer(mmap.PAGESIZE, 0)
-    return [rank for rank, mapped in enumerate(answers) if not mapped]
-
-
 def _offer(size: int, first: int) -> tuple[torch.Tensor | None, list[bool]]:
     """(memory of the rank `first`, which may differ between ranks; which ranks have mapped theirs).
 

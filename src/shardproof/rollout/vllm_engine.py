@@ -18,7 +18,7 @@ import torch.distributed as dist
 from shardproof.config.vllm import VllmSettings
 from shardproof.dist.collectives import exchange, raise_together, together
 from shardproof.dist.deadline import deadline, mesh_groups
-from shardproof.dist.region import ranks_apart
+from shardproof.dist.hosts import hosts
 from shardproof.errors import ShardproofError, fail
 from shardproof.export.manifest import ExportReceipt
 from shardproof.export.pretrained import described_config
@@ -365,11 +365,11 @@ def check_one_host(settings: VllmSettings, adapter: bool) -> list[int]:
 
     Collective: every rank.
     """
-    apart = ranks_apart()
+    apart = [rank for rank, host in enumerate(hosts().of_rank) if host]
     if apart and settings.transport == "shared" and not adapter:
         message = (
-            f"rollout.vllm.transport='shared' needs every rank on rank 0's host, but ranks {apart} "
-            "share no memory with rank 0."
+            f"rollout.vllm.transport='shared' needs every rank on rank 0's host, but {hosts().describe(apart)} "
+            f"share{'s' * (len(apart) == 1)} no memory with rank 0."
         )
         fix = "train on one host, or set rollout.engine=embedded, which needs no shared memory"
         raise fail("C001", "rollout", message, fix=fix)

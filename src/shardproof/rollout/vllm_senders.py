@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any, Protocol
+from urllib.parse import urlsplit
 
 import torch
 
@@ -27,6 +28,11 @@ class SyncClient:
     def __init__(self, server: VllmServer, seconds: float):
         self.server = server
         self.seconds = seconds
+
+    @property
+    def host(self) -> str:
+        """The name or address of the server's host; "" if it listens at a socket of this host."""
+        return urlsplit(self.server.client.url).hostname or ""
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         self._post("/init_weight_transfer_engine", {"init_info": init_info})
@@ -63,4 +69,4 @@ def make_sender(
         return IpcSender(client, interface)
     from shardproof.rollout.vllm_source import NcclSender  # imports vLLM, which takes many seconds
 
-    return NcclSender(client, num_workers)
+    return NcclSender(client, num_workers, client.host if client is not None else "")

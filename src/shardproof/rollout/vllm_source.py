@@ -13,6 +13,7 @@ from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
 from shardproof.dist.collectives import broadcast
+from shardproof.dist.hosts import address_towards
 from shardproof.export.stream import WeightStream
 from shardproof.rollout.vllm_ipc import WeightRoutes
 
@@ -33,10 +34,11 @@ class StreamSource(WeightSource):
 
 
 class NcclSender:
-    """vLLM's sender for NCCL, made at the first stream. `client` is rank 0's, None elsewhere."""
+    """vLLM's sender for NCCL, made at the first stream. `client` is rank 0's, None elsewhere; `server` is its host."""
 
-    def __init__(self, client: WeightRoutes | None, num_workers: int):
+    def __init__(self, client: WeightRoutes | None, num_workers: int, server: str = ""):
         self.client = client
+        self._server = server
         self.num_workers = num_workers
         self._sender: Any = None
 
@@ -50,7 +52,7 @@ class NcclSender:
     def _connect(self, source: StreamSource) -> Any:
         from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
-        address, port = broadcast(list(_rendezvous()))
+        address, port = broadcast(list(_rendezvous(self._server)) if dist.get_rank() == 0 else None)
         info: Any = NCCLTrainerInitInfo(address, port, world_size=1 + self.num_workers, rank=dist.get_rank())
         # Only rank 0 calls it; the type wants one everywhere.
         client: Any = self.client or _NoClient()
@@ -62,8 +64,10 @@ class _NoClient(HTTPVLLMWeightSyncClient):
         super().__init__("http://rank-0-talks-to-the-server")
 
 
-def _rendezvous() -> tuple[str, int]:
-    """This host's address and a free port of it."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return socket.gethostbyname(socket.gethostname()), probe.getsockname()[1]
+def _rendezvous(server: str) -> tuple[str, int]:
+    """This host's address on the way to the server's host, and a free port of it; loopback to a server of this host."""
+    # What the own hostname resolves to is loopback on many systems, which another host cannot reach.
+    address = address_towards(server) or "127.0.0.1"
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
+        probe.bind((address, 0))
+        return address, probe.getsockname()[1]

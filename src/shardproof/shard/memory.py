@@ -72,6 +72,11 @@ def free_memory(device: torch.device, sharers: int = 1) -> tuple[int, int]:
     return min(free // sharers + unused, limit - held), min(total // sharers, limit)
 
 
+def device_id(device: torch.device) -> str:
+    """What names a CUDA device wherever it is seen from: also containers and hosts of one name tell theirs apart."""
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
 def host_memory() -> tuple[int, int]:
     """(available, all) bytes of the host's memory; zeros where the system does not report them."""
     try:

@@ -9,7 +9,6 @@ the whole model, FSDP2's parameters are gathered once per step.
 from __future__ import annotations
 
 import logging
-import socket
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,12 +18,13 @@ import torch.distributed as dist
 from torch import nn
 
 from shardproof.dist.collectives import exchange
+from shardproof.dist.hosts import hosts
 from shardproof.model.compiling import can_compile
 from shardproof.model.head import chunk_bytes
 from shardproof.model.roles import CRITIC
 from shardproof.model.skeleton import recomputable_blocks, set_recomputed
 from shardproof.shard.footprint import MARGIN, gathered_bytes, unit_bytes, unit_groups
-from shardproof.shard.memory import free_memory
+from shardproof.shard.memory import device_id, free_memory
 from shardproof.shard.optimizer_state import state_bytes
 from shardproof.shard.settings import FSDP1, FSDP2
 from shardproof.shard.sharded_model import ShardedModel
@@ -247,10 +247,10 @@ def _kinds(policy: ShardedModel, blocks: Sequence[nn.Module]) -> list[Hashable]:
 
 def _sharers(device: torch.device) -> int:
     """How many ranks share this rank's device. Collective: every rank."""
-    place = [socket.gethostname()]
-    if device.type == "cuda":
-        place.append(str(torch.cuda.get_device_properties(device).uuid))
-    return exchange(place).count(place)
+    if device.type != "cuda":
+        return len(hosts().ranks_of(hosts().mine))
+    mine = device_id(device)
+    return exchange(mine).count(mine)
 
 
 def _local_bytes(params: Iterable[nn.Parameter]) -> int:

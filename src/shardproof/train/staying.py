@@ -6,13 +6,13 @@ have used, once per step is enough: it saves traffic between ranks, and on one r
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from shardproof.shard.footprint import MARGIN, unit_bytes, unit_groups
+from shardproof.shard.memory import device_id
 from shardproof.shard.settings import FSDP2
 from shardproof.shard.sharded_model import ShardedModel
 from shardproof.train.batching import Batch
@@ -42,7 +42,7 @@ class Staying:
         held = torch.cuda.memory_allocated(self._device)
         rise = torch.cuda.max_memory_allocated(self._device) - held
         return {
-            "place": [socket.gethostname(), str(torch.cuda.get_device_properties(self._device).uuid)],
+            "device": device_id(self._device),
             "free": free,
             "total": total,
             # Beyond what the allocator holds already and does not use.
@@ -66,5 +66,5 @@ def _is_open(policy: ShardedModel) -> bool:
 
 
 def _has_room(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any] | None]) -> bool:
-    sharers = sum(other is not None and other["place"] == row["place"] for other in rows)
+    sharers = sum(other is not None and other["device"] == row["device"] for other in rows)
     return row["needed"] * sharers <= row["free"] - MARGIN * row["total"]
