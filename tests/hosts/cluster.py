@@ -28,7 +28,7 @@ PORT = 29500  # of the rendezvous: every cluster has a network of its own
 _PREFIX = "hosts-"
 _TOOLS = {"ip": "iproute2", "unshare": "util-linux", "nsenter": "util-linux", "setpriv": "util-linux"}
 _WITH_ME = ["setpriv", "--pdeathsig", "KILL"]  # the kernel ends it when this process ends, in whatever way
-_INIT = str(Path(__file__).with_name("init.py"))
+_INIT, _SLOW_LINK = (str(Path(__file__).with_name(name)) for name in ("init.py", "slow_link.py"))
 _INHERITED = ("PATH", "LANG", "LC_ALL", "TMPDIR", "PYTHONPATH", *RANK_ENV)
 
 open_clusters: list[Cluster] = []
@@ -127,28 +127,13 @@ class Host:
         self.folder = cluster.folder / f"{number}-{name}"
         self.programs: list[Program] = []
         self._cluster = cluster
+        self._slow: subprocess.Popen[bytes] | None = None  # what carries packets, while the link is shaped
         self.folder.mkdir()
         _run("mount", "-t", "tmpfs", "-o", f"size={disk_mib}m", "disk", str(self.folder))
         kinds = ("--net", "--mount", "--pid", "--uts", "--ipc", "--fork", "--kill-child", "--mount-proc")
         names = cluster.write_hosts_file(self)
-        self._unshare = subprocess.Popen(
-            [
-                *_WITH_ME,
-                "unshare",
-                *kinds,
-                sys.executable,
-                "-S",
-                "-I",
-                _INIT,
-                name,
-                str(names),
-                str(cluster.folder),
-            ]
-            + [str(self.folder), str(cluster.shared or "")],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
-        assert self._unshare.stdout is not None and self._unshare.stdout.readline() == b"up\n"
+        paths = (str(names), str(cluster.folder), str(self.folder), str(cluster.shared or ""))
+        self._unshare = _start_up("unshare", *kinds, sys.executable, "-S", "-I", _INIT, name, *paths)
         self.init = psutil.Process(self._unshare.pid).children()[0].pid
         cluster.connect(self)
 
@@ -174,11 +159,36 @@ class Host:
 
     def cut(self) -> None:
         """Pull the cable: packets are lost, and nobody is told."""
-        self._cluster.in_switch("ip", "link", "set", f"port{self.number}", "nomaster")
+        self._plug("nomaster")
 
     def mend(self) -> None:
         """Plug it in again."""
-        self._cluster.in_switch("ip", "link", "set", f"port{self.number}", "master", "switch")
+        self._plug("master", "switch")
+
+    def _plug(self, *where: str) -> None:
+        end = f"{'port' if self._slow is None else 'far'}{self.number}"
+        self._cluster.in_switch("ip", "link", "set", end, *where)
+
+    def shape(self, delay_ms: float = 0, loss_percent: float = 0) -> None:
+        """Hold every packet from and to this host for a while, and lose some; without arguments, no longer."""
+        port, near, far = (f"{end}{self.number}" for end in ("port", "near", "far"))
+        if self._slow is not None:
+            _end(self._slow)
+            self._cluster.in_switch("ip", "link", "del", near)
+            self._slow = None
+        if not delay_ms and not loss_percent:
+            self.mend()
+            return
+        self.cut()
+        self._cluster.in_switch("ip", "link", "add", near, "type", "veth", "peer", "name", far)
+        for end in (near, far):
+            self._cluster.in_switch("ip", "link", "set", end, "up")
+        for host in self._cluster.hosts:  # packets as they are on a wire, not 64 KiB in one
+            _run("nsenter", "-t", str(host.init), "-n", "ip", "link", "set", "eth0", "gso_max_segs", "1")
+        self._slow = self._cluster.start_in_switch(
+            sys.executable, "-S", "-I", _SLOW_LINK, port, near, str(delay_ms), str(loss_percent)
+        )
+        self.mend()
 
     def processes(self) -> list[psutil.Process]:
         """All that runs there, other than the host itself."""
@@ -215,9 +225,9 @@ class Host:
             time.sleep(0.01)
 
     def reset(self) -> None:
-        """End what runs there, and empty its folders."""
+        """End what runs there, mend its link, and empty its folders."""
         self.die()
-        self.mend()
+        self.shape()
         for program in self.programs:
             program.close()
         self.programs.clear()
@@ -233,11 +243,9 @@ class Host:
     def close(self) -> None:
         for program in self.programs:
             program.close()
-        self._unshare.kill()
-        self._unshare.wait()
-        for pipe in (self._unshare.stdin, self._unshare.stdout):
-            if pipe is not None:
-                pipe.close()
+        for process in (self._slow, self._unshare):
+            if process is not None:
+                _end(process)
 
 
 class Cluster:
@@ -292,6 +300,10 @@ class Cluster:
     def in_switch(self, *command: str) -> None:
         """Run a command where the cables end."""
         _run(*self._switch, *command)
+
+    def start_in_switch(self, *command: str) -> subprocess.Popen[bytes]:
+        """A program that runs where the cables end, once it has said that it is up."""
+        return _start_up(*self._switch, *command)
 
     def connect(self, host: Host) -> None:
         """Lay a cable from a host to the switch."""
@@ -404,6 +416,13 @@ def _transcript(hosts: Sequence[Host]) -> Iterator[str]:
 def _run(*command: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, f"{' '.join(command)}: {done.stderr}"
+
+
+def _start_up(*command: str) -> subprocess.Popen[bytes]:
+    """A process that ends with this one, once it has said that it is up."""
+    process = subprocess.Popen([*_WITH_ME, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdout is not None and process.stdout.readline() == b"up\n", f"{command} did not start"
+    return process
 
 
 def _wait_for_namespace(pid: int) -> None:
