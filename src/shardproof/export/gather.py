@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from math import prod
 
 import torch
-import torch.distributed as dist
 
-from shardproof.dist.collectives import all_gather_flat, gather_uneven
+from shardproof.dist.collectives import all_gather_flat, gather_uneven, wait_for_group
 from shardproof.dist.region import open_region
 from shardproof.export.payload import Layout
 from shardproof.weights.boxes import Box, cut, shape_of, size_of
@@ -84,7 +83,8 @@ class Gatherer:
         assert self._region is not None
         starts = [sum(size for _, size in packs[:rank]) for rank in range(len(packs))]
         _pack(parts, self._region[starts[layout.rank] :], packs[layout.rank][0])
-        dist.all_reduce(torch.zeros(1), group=layout.group)  # every rank has written
+        assert layout.group is not None
+        wait_for_group(layout.group)  # every rank has written
         return self._region, starts
 
     def _through_collective(

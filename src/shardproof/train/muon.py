@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from shardproof.dist.collectives import all_gather_flat
+from shardproof.dist.traffic import traffic
 from shardproof.shard.optimizer_state import StateSpec, adam_state
 from shardproof.shard.torch_private import local_tensor
 from shardproof.train.torch_muon import adjusted_lr, orthogonalise
@@ -229,6 +230,7 @@ class _Plan:
         incoming = outgoing.new_empty(_count(back))
         arriving, leaving = ([_count([slices]) for slices in rows] for rows in (back, out))
         dist.all_to_all_single(incoming, outgoing, arriving, leaving, group=self._group)
+        traffic.count_data("optimizer", outgoing.nbytes, incoming.nbytes)
         return incoming
 
     def _orthogonalise(self, received: torch.Tensor, held: list[list[Slice]], ns_steps: int) -> None:

@@ -1,0 +1,92 @@
+"""Messages of every length between few and many ranks, the same and different ones, and with errors on any rank."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardproof.dist.collectives import (
+    broadcast,
+    combine,
+    exchange,
+    gather,
+    gather_rows,
+    raise_together,
+    together,
+)
+from shardproof.errors import fail
+from shardproof.findings import Finding
+from tests.ranks import run_ranks, run_ranks_outcomes
+
+pytestmark = pytest.mark.distributed
+
+LENGTHS = [0, 1, 40, 900, 1200, 5000, 300_000]  # from a head's inside to what goes around the ring
+
+
+def messages_of_all_lengths():
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for length in LENGTHS:
+        assert exchange("x" * length) == ["x" * length] * size
+        # Any one rank may say something else, or something longer.
+        for odd in {0, size // 2, size - 1}:
+            mine = ["y" * length, rank] if rank == odd else None
+            expected = [["y" * length, odd] if each == odd else None for each in range(size)]
+            assert exchange(mine) == expected
+            assert gather(mine) == (expected if rank == 0 else None)
+            assert combine("rollout", mine, lambda rows: [len(rows), rows]) == [size, expected]
+            assert broadcast(mine, source=odd) == expected[odd]
+        different = [length, rank, 0.1 * rank, float("inf"), "ü" * (rank * length // 10)]
+        rows = exchange(different)
+        assert rows == [[length, r, 0.1 * r, float("inf"), "ü" * (r * length // 10)] for r in range(size)]
+    assert gather_rows(torch.tensor([rank, -1])).tolist() == [[r, -1] for r in range(size)]
+    rows = exchange([])
+    rows[0].append(1)
+    assert rows[1:] == [[]] * (size - 1), "each row is an object of its own"
+    return True
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 7])
+def test_every_rank_gets_every_message(num_ranks):
+    assert all(run_ranks(num_ranks, messages_of_all_lengths))
+
+
+def errors_on(culprits, how):
+    """What this rank raises where some ranks have an error."""
+    rank = dist.get_rank()
+    if how == "together":
+        with together("rollout") as message:
+            message.mine = rank
+            if rank in culprits:
+                raise ValueError("x" * 2000 if rank % 2 else f"rank {rank} failed")
+        assert message.rows == list(range(dist.get_world_size()))
+    elif how == "raise_together":
+        raise_together([Finding("R500", "rollout", f"rank {rank} failed")] if rank in culprits else [])
+    else:
+        combine("rollout", rank in culprits, _merge_or_fail)
+
+
+def _merge_or_fail(rows):
+    if any(rows):
+        raise fail("R500", "rollout", f"rows {rows}")
+    return rows
+
+
+@pytest.mark.parametrize("how", ["together", "raise_together", "combine"])
+@pytest.mark.parametrize("culprits", [[0], [3], [1, 4], [0, 1, 2, 3, 4]])
+def test_an_error_on_any_rank_is_raised_alike_on_all(how, culprits):
+    outcomes = run_ranks_outcomes(5, errors_on, culprits, how)
+    assert len(set(outcomes)) == 1
+    kind, name, message = outcomes[0]
+    assert (kind, name) == ("error", "RolloutFault")
+    for rank in culprits if how != "combine" else ():
+        assert f"rank {rank}" in message or len(culprits) == 5
+
+
+@pytest.mark.parametrize("num_ranks", [2, 5])
+def test_an_unforeseen_error_of_a_merge_is_one_error(num_ranks):
+    outcomes = run_ranks_outcomes(num_ranks, unforeseen_merge)
+    assert len(set(outcomes)) == 1
+    assert outcomes[0][1] == "TrainFault" and "ZeroDivisionError" in outcomes[0][2]
+
+
+def unforeseen_merge():
+    combine("train_step", dist.get_rank(), lambda rows: 1 / (rows[0] * 0))
