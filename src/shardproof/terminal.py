@@ -235,18 +235,17 @@ def _text(record: logging.LogRecord) -> str:
 
 
 @contextlib.contextmanager
-def attached(quiet: bool = False, rank: int = 0) -> Iterator[Terminal]:
-    """Show this process's log records on stderr inside the block.
+def attached(quiet: bool = False, rank: int = 0, handler: Terminal | None = None) -> Iterator[Terminal]:
+    """Show this process's log records on stderr inside the block, or through `handler`.
 
     Ranks above 0 show warnings alone, with their number, since rank 0 tells what all of them do.
     """
     if sys.stderr is None:  # it was closed by whoever started this process; libraries write there too
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     is_first = rank == 0
-    handler: Terminal
-    if is_first and sys.stderr.isatty():
+    if handler is None and is_first and sys.stderr.isatty():
         handler = Live(sys.stderr)
-    else:
+    elif handler is None:
         prefix = "" if is_first else f"rank {rank}: "
         handler = Lines(sys.stderr, prefix, dated=not sys.stderr.isatty())
     package, root = logging.getLogger(_PACKAGE), logging.getLogger()

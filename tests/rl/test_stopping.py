@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from shardproof.rl.stopping import STOP_SIGNALS, StopFlag
+from shardproof.rl.stopping import STOP_SIGNALS, StopFlag, request_stop
 
 
 @pytest.fixture(autouse=True)
@@ -74,3 +74,23 @@ def test_a_thread_gets_no_signals_and_needs_no_handlers():
     thread.start()
     thread.join()
     assert found == [0]
+
+
+def test_a_thread_is_stopped_by_request_and_the_next_run_is_not():
+    found, entered, asked = [], threading.Event(), threading.Event()
+
+    def run():
+        with StopFlag() as stop:
+            entered.set()
+            asked.wait()
+            found.append(stop.number)
+        with StopFlag() as stop:
+            found.append(stop.number)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    entered.wait()
+    request_stop(signal.SIGTERM)
+    asked.set()
+    thread.join()
+    assert found == [signal.SIGTERM, 0]

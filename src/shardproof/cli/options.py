@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import logging
+import os
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from shardproof.errors import ConfigError, ShardproofError
 
-UNUSABLE, STOPPED_BY_FINDING = EXPLAINED = (2, 3)  # exit codes of ranks that print their findings
+if TYPE_CHECKING:
+    from shardproof.dist.start import Together
+
+logger = logging.getLogger(__name__)
+
+UNUSABLE, STOPPED_BY_FINDING = 2, 3  # exit codes of ranks that print their findings
 _OF_THE_RECIPE = ("L101",)  # what is wrong in a recipe, though it is found where models are loaded
 
 
@@ -21,6 +29,49 @@ class Options:
     rdzv_id: str | None = None
     max_restarts: int = 0
     quiet: bool = False
+    on: str | None = None  # "ray", or this machine
+    local_addr: str | None = None
+    lost_after_s: float = 30.0
+    host_wait_s: float = 30.0
+    rdzv_timeout_s: float = 600.0
+
+    @property
+    def together(self) -> Together:
+        """How this host finds the others."""
+        from shardproof.dist.start import Together
+
+        return Together(
+            self.nnodes,
+            self.rdzv_endpoint,
+            self.rdzv_id,
+            self.local_addr,
+            self.max_restarts,
+            self.lost_after_s,
+            self.host_wait_s,
+            self.rdzv_timeout_s,
+        )
+
+
+def is_rank() -> bool:
+    """Whether torchrun, or a launcher like it, started this process as a rank."""
+    # Kubernetes' operators give pods a RANK too, but start no ranks.
+    return "RANK" in os.environ and "LOCAL_RANK" in os.environ
+
+
+def with_scheduler(options: Options, nnodes: str | None) -> Options:
+    """The options, completed by what the scheduler's variables say where the user says nothing."""
+    from shardproof.dist.schedulers import find_places
+
+    if nnodes is not None or is_rank() or options.on is not None:
+        return replace(options, nnodes=nnodes or "1")
+    places = find_places(os.environ)
+    if places.warning:
+        logger.warning("%s", places.warning)
+    if places.nnodes not in (None, "1"):
+        endpoint = options.rdzv_endpoint or places.endpoint
+        logger.info("%s gives this run %s hosts, which meet at %s", places.said_by, places.nnodes, endpoint)
+        return replace(options, nnodes=places.nnodes, rdzv_endpoint=endpoint)
+    return options
 
 
 def exit_code_of(error: ShardproofError) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from shardproof.cli.footer import Part
-from shardproof.cli.options import EXPLAINED, UNUSABLE, Options, exit_code_of
+from shardproof.cli.options import UNUSABLE, Options, exit_code_of
 from shardproof.cli.readiness import count_ranks
 from shardproof.errors import ShardproofError
 from shardproof.terminal import LIBRARIES, Terminal, attached
@@ -35,7 +35,7 @@ def launch(recipe: Recipe, options: Options, terminal: Terminal) -> None:
     logger.info("starting %d rank%s ...", num_ranks, "s" * (num_ranks > 1))
     terminal.pause()  # rank 0 draws from here on
     code = start_and_wait(recipe, options, num_ranks, run_rank)
-    _show_footer(part, code, terminal)
+    show_footer(part, code, terminal)
     if code:
         raise SystemExit(code)
 
@@ -44,46 +44,34 @@ def start_and_wait(
     recipe: Recipe, options: Options, num_ranks: int, function: Callable[[str, Options], Any]
 ) -> int:
     """The exit code of the ranks, once they have ended. Each calls `function` with the recipe as JSON."""
-    from torch.distributed.elastic.multiprocessing import SignalException
-
     from shardproof.config.load import to_json
-    from shardproof.dist.launch import RankFailed, RanksKilled, start_ranks
+    from shardproof.dist.start import RankFailed, RanksKilled, RanksStopped, start_ranks
     from shardproof.rl.run_facts import COMMAND
-    from shardproof.rl.stopping import STOP_EXIT_CODES, STOP_SIGNALS
+    from shardproof.rl.stopping import STOP_SIGNALS
 
     os.environ[COMMAND] = shlex.join(["shardproof", *sys.argv[1:]])  # ranks have arguments of their own
-    logging.getLogger("torch.distributed.elastic.multiprocessing.api").addFilter(_is_unexplained)
     try:
         start_ranks(
             function,
             to_json(recipe),
             options,
             num_ranks=num_ranks,
-            nnodes=options.nnodes,
-            rdzv_endpoint=options.rdzv_endpoint,
-            rdzv_id=options.rdzv_id,
-            max_restarts=options.max_restarts,
-            # A rank that a signal ended is not restarted, nor is a recipe that cannot be used.
-            final_exit_codes=(UNUSABLE, *STOP_EXIT_CODES, *(-number for number in STOP_SIGNALS)),
+            together=options.together,
+            stop_signals=STOP_SIGNALS,
+            refused_code=UNUSABLE,
             loopback_only=not recipe.rollout.vllm.allow_remote,
         )
-    except SignalException as error:
-        return _SIGNALLED + error.sigval
+    except RanksStopped as error:
+        return _SIGNALLED + error.number
     except RanksKilled:
         logger.warning("interrupted again: the ranks were killed before they could save")
         return _SIGNALLED + signal.SIGINT
     except RankFailed as error:
-        if error.exit_code not in (*EXPLAINED, *STOP_EXIT_CODES):
-            logger.error("rank %d failed with %s", error.rank, error)
-        return error.exit_code if error.exit_code > 0 else 1
+        if not error.was_shown:
+            who = f"rank {error.rank}" if error.rank is not None else f"a rank on host {error.host}"
+            logger.error("%s failed with %s", who, error)
+        return error.exit_code
     return 0
-
-
-def _is_unexplained(record: logging.LogRecord) -> bool:
-    """False for the agent's report of a rank that printed its own findings, or was stopped."""
-    from shardproof.rl.stopping import STOP_EXIT_CODES
-
-    return not any(f"(exitcode: {code})" in record.getMessage() for code in (*EXPLAINED, *STOP_EXIT_CODES))
 
 
 def run_under_torchrun(recipe: Recipe, options: Options, terminal: Terminal) -> None:
@@ -98,10 +86,11 @@ def run_under_torchrun(recipe: Recipe, options: Options, terminal: Terminal) -> 
         raise
     finally:
         if os.environ["RANK"] == "0":
-            _show_footer(part, code, terminal)
+            show_footer(part, code, terminal)
 
 
-def _show_footer(part: Part, code: int, terminal: Terminal) -> None:
+def show_footer(part: Part, code: int, terminal: Terminal) -> None:
+    """Show how this part of the run ended, what to look at and what to do next."""
     lines = part.footer(interrupted=code > _SIGNALLED)
     for line in ["", *lines] if lines else ():
         terminal.show(line)
@@ -124,7 +113,6 @@ def run_attached(
     # The loop reports each step, with its rewards; the trainer's own line per update would repeat it.
     logging.getLogger("shardproof.train.trainer").setLevel(logging.WARNING)
     logger.info("importing torch and transformers ...")
-    import torch.distributed as dist
     import transformers
 
     from shardproof.config.load import from_json
@@ -147,8 +135,28 @@ def run_attached(
         # An exit, not a return: an agent that got a signal too no longer reads what its ranks return.
         raise SystemExit(_SIGNALLED + stop.number) from None
     except ShardproofError as error:
-        if not dist.is_initialized() or dist.get_rank() == 0:
+        if _is_first_to_say(str(error)):
             terminal.show(str(error))
         raise SystemExit(exit_code_of(error)) from None
     finally:
         shut_down()
+
+
+def _is_first_to_say(text: str) -> bool:
+    """Whether this rank is the first of its host to come here, and so the one that shows the finding.
+
+    Every rank has it, but some may have died, or wait for a rank that did: whoever is first knows the most.
+    """
+    from shardproof.dist.agent import FINDING_FILE
+
+    path = os.environ.get(FINDING_FILE)
+    if path is None:  # started by another launcher
+        return os.environ.get("LOCAL_RANK", "0") == "0"
+    try:
+        with open(path, "x") as file:
+            file.write(text)
+    except FileExistsError:
+        return False
+    except OSError:  # the disk is full: a finding that is said twice is better than none
+        pass
+    return True

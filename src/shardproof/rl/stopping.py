@@ -10,6 +10,17 @@ from typing import Any
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 STOP_EXIT_CODES = tuple(128 + number for number in STOP_SIGNALS)
 
+_requested = 0  # the signal that `request_stop` stands for, until a run has ended
+
+
+def request_stop(number: int) -> None:
+    """Let this process's run save and stop at the end of its step, as the signal `number` would.
+
+    For launchers that send ranks no signals, such as Ray, which runs them in threads.
+    """
+    global _requested
+    _requested = number
+
 
 class Stopped(Exception):
     """A signal ended the run after a whole step, and everything was saved."""
@@ -22,14 +33,19 @@ class Stopped(Exception):
 class StopFlag:
     """Inside the block signals that end a process are noted; the loop then saves and stops at the end of its step.
 
-    A second Ctrl-C interrupts at once. Signals reach the main thread only; elsewhere the block notes none.
+    A second Ctrl-C interrupts at once. Signals reach the main thread only; elsewhere only `request_stop` stops a run.
     """
 
     def __init__(self) -> None:
-        self.number = 0  # of the signal
+        self._noted = 0  # the signal
         self._before: dict[int, Any] = {}
         # Under an agent a terminal's Ctrl-C comes twice: from the terminal, and handed on by the agent.
         self._interrupts_left = 2 if "TORCHELASTIC_RUN_ID" in os.environ else 1
+
+    @property
+    def number(self) -> int:
+        """The signal that came or was requested; 0 if none."""
+        return self._noted or _requested
 
     def __enter__(self) -> StopFlag:
         if threading.current_thread() is threading.main_thread():
@@ -40,6 +56,7 @@ class StopFlag:
         return self
 
     def __exit__(self, *exception: object) -> None:
+        request_stop(0)
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
@@ -48,4 +65,4 @@ class StopFlag:
             self._interrupts_left -= 1
             if self._interrupts_left < 0:
                 raise KeyboardInterrupt
-        self.number = number
+        self._noted = number
