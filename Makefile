@@ -113,7 +113,7 @@ test-adapters: $(GYM_STAMP) .venv-verifiers/.stamp .venv-openenv/.stamp
 # Runs on several hosts, which are namespaces of this machine. They need root; where that is missing, the stage says so.
 test-hosts: $(STAMP)
 	@command -v ip >/dev/null || [ "$$(id -u)" != 0 ] || $(MAKE) --no-print-directory namespaces || true
-	@if lacking=$$($(BIN)/python -m tests.hosts.cluster 2>&1); then \
+	@if lacking=$$($(BIN)/python -m tests.hosts.system 2>&1); then \
 		echo "$(PYTEST) -n 2 tests/hosts"; $(PYTEST) -n 2 tests/hosts; \
 	else echo "make test-hosts: left out: $$lacking"; fi
 

@@ -2,11 +2,14 @@
 
 import importlib.util
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.hosts.system import missing
 
 ROOT = Path(__file__).parents[1]
 
@@ -44,3 +47,13 @@ def test_a_python_that_is_too_old_is_named():
 def test_make_demo_is_the_command_of_the_package():
     """It says itself, at its end, how to call the command."""
     assert commands_of("demo")[-1] == ".venv/bin/shardproof demo --output runs/shardproof-demo"
+
+
+def test_the_hosts_stage_says_why_it_is_left_out(monkeypatch):
+    """Without root nothing can be made of namespaces; `make test` goes on without that stage."""
+    assert "tests/hosts" in "\n".join(commands_of("test"))
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert missing() == "hosts made of namespaces need root: run `sudo make test-hosts`"
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(shutil, "which", lambda tool: None if tool == "ip" else f"/usr/bin/{tool}")
+    assert missing() == "hosts made of namespaces need iproute2: run `apt-get install iproute2`"
