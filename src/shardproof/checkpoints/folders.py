@@ -7,10 +7,11 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
-from shardproof.errors import fail
+from shardproof.errors import ShardproofError, fail
 from shardproof.files import (
     PARTIAL,
     REMOVED,
@@ -20,10 +21,11 @@ from shardproof.files import (
     replace_folder,
     write_atomic,
 )
-from shardproof.foreign import open_foreign, read_foreign
+from shardproof.foreign import open_foreign, read_foreign, read_json
 
 STATE_NAME = "state.json"
 CHECKSUMS_NAME = "checksums.txt"
+HOSTS_NAME = "hosts.json"  # who wrote which file, if not all were written into one folder
 _PICKLED_INDEX = ".metadata"  # of torch DCP's own checkpoints
 _STEP_PATTERN = re.compile(r"step-(\d{1,18})")
 _CHUNK_BYTES = 8 * 2**20
@@ -88,24 +90,29 @@ def clear_leftovers(root: Path) -> None:
                 os.rename(path, final)
 
 
-def publish(root: Path, partial: Path, final: Path, keep: int | None) -> None:
-    """Give a complete folder its name, and drop what is no longer kept.
-
-    A failure to remove an old checkpoint does not fail the new one: the next save tries again.
-    """
+def publish(partial: Path, final: Path) -> None:
+    """Give a complete folder its name."""
     sums = (partial / CHECKSUMS_NAME).read_bytes()
     try:
         replace_folder(partial, final)
     except OSError:
-        if not _holds(final, sums):
+        if not holds(final, sums):
             raise
+
+
+def drop_old(root: Path, kept: Collection[str], final: Path) -> None:
+    """Remove all checkpoints but those of the names in `kept`, and the one that was just written.
+
+    A failure to remove an old checkpoint does not fail the new one: the next save tries again.
+    """
     with contextlib.suppress(OSError):
-        for old in list_checkpoints(root)[:-keep] if keep is not None else []:
-            if old != final:
+        for old in list_checkpoints(root):
+            if old.name not in kept and old != final:
                 remove_folder(old)
 
 
-def _holds(folder: Path, sums: bytes) -> bool:
+def holds(folder: Path, sums: bytes) -> bool:
+    """Whether a folder is the checkpoint with these checksums."""
     try:
         return (folder / CHECKSUMS_NAME).read_bytes() == sums
     except OSError:
@@ -130,8 +137,18 @@ def _last_line(raw: bytes) -> str:
     return f"{zlib.crc32(raw):08x} {len(raw)} {CHECKSUMS_NAME}\n"
 
 
-def read_sums(folder: Path) -> dict[str, tuple[int, int]]:
-    """{file: (size, checksum)} as noted, if the note is whole and the folder has just these files, of these sizes."""
+def read_sums(folder: Path, is_part: bool = False) -> dict[str, tuple[int, int]]:
+    """{file: (size, checksum)} as noted, if the note is whole and the folder has just these files, of these sizes.
+
+    A folder that is a part of a checkpoint may lack some of them.
+    """
+    noted = read_noted(folder)
+    _check_listing(folder, noted, is_part)
+    return noted
+
+
+def read_noted(folder: Path) -> dict[str, tuple[int, int]]:
+    """{file: (size, checksum)} as noted, if the note is whole."""
     label = name_of(folder)
     if (folder / _PICKLED_INDEX).exists():
         message = (
@@ -149,31 +166,68 @@ def read_sums(folder: Path) -> dict[str, tuple[int, int]]:
         raise fail("E407", "resume", f"{label}: {CHECKSUMS_NAME} does not match its own checksum.")
     rows = [line.split(" ", 2) for line in body.decode(errors="replace").splitlines()]
     try:
-        noted = {name: (int(size), int(crc, 16)) for crc, size, name in rows}
+        return {name: (int(size), int(crc, 16)) for crc, size, name in rows}
     except ValueError as error:
         raise fail("E407", "resume", f"{label}: {CHECKSUMS_NAME} cannot be read: {error}.") from error
-    _check_listing(folder, noted)
-    return noted
 
 
-def _check_listing(folder: Path, noted: dict[str, tuple[int, int]]) -> None:
+def files_of(folder: Path, noted: Mapping[str, tuple[int, int]]) -> set[str]:
+    """The noted files with content that are in a folder, in their full size."""
+    if not folder.is_dir():
+        return set()
+    found = {path.name: path for path in folder.iterdir()}
+    return {
+        name
+        for name, (size, _) in noted.items()
+        if size and name in found and found[name].stat().st_size == size
+    }
+
+
+def _check_listing(folder: Path, noted: dict[str, tuple[int, int]], is_part: bool) -> None:
     label, found = name_of(folder), {path.name for path in folder.iterdir()} - {CHECKSUMS_NAME}
     for name in sorted(found - noted.keys()):
-        raise fail("E407", "resume", f"{label}: {name} has no recorded checksum.", tensor=name)
+        if not name.startswith(PARTIAL):  # of a transfer between hosts that was cut short
+            raise fail("E407", "resume", f"{label}: {name} has no recorded checksum.", tensor=name)
     for name, (size, _) in sorted(noted.items()):
+        # A rank that writes no tensors, because another has the same, leaves an empty file on its own host.
+        if name not in found and (is_part or (not size and HOSTS_NAME in noted)):
+            continue
         there = (folder / name).stat().st_size if name in found else None
         if there != size:
-            message = (
-                f"{label}: {name} is missing."
-                if there is None
-                else f"{label}: {name} has {there} bytes, expected {size}."
-            )
+            if there is None:
+                host = writer_of(folder, name)
+                message = f"{label}: {name} is missing{f'; host {host} has written it' if host else ''}."
+                fix = f"copy {name} from that host into this folder" if host else None
+                raise fail("E407", "resume", message, tensor=name, fix=fix)
+            message = f"{label}: {name} has {there} bytes, expected {size}."
             raise fail("E407", "resume", message, tensor=name)
 
 
+def read_hosts(folder: Path) -> list[dict[str, Any]]:
+    """Who wrote which files of a checkpoint; empty if one folder held all of them, or the list is damaged."""
+    if not (folder / HOSTS_NAME).is_file():
+        return []
+    found = read_json(folder / HOSTS_NAME, "resume", code="E407", inside=folder)
+    rows = found if isinstance(found, list) else []
+    keys = {"host": str, "folder": str, "files": list}
+    return [
+        row
+        for row in rows
+        if isinstance(row, dict) and all(isinstance(row.get(key), kind) for key, kind in keys.items())
+    ]
+
+
+def writer_of(folder: Path, name: str) -> str | None:
+    """The host that wrote a file of a checkpoint, if that was written on several."""
+    try:
+        return next((row["host"] for row in read_hosts(folder) if name in row["files"]), None)
+    except ShardproofError:
+        return None
+
+
 def check_sums(folder: Path, noted: dict[str, tuple[int, int]], rank: int, num_ranks: int) -> None:
-    """Raise if a file's bytes are not those that were written. Each rank reads its share of the files."""
-    for name in sorted(noted)[rank::num_ranks]:
+    """Raise if a file's bytes are not those that were written. Each rank reads its share of the files that are here."""
+    for name in sorted(name for name in noted if (folder / name).exists())[rank::num_ranks]:
         _compare(folder, name, checksum(folder / name), noted)
 
 

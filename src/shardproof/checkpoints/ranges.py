@@ -124,12 +124,32 @@ def read_ranges(
             raise fail("E407", stage, message, tensor=name)
         for part in item.parts():
             for chunk in saved[name].overlapping(part.box):
-                wanted.setdefault(chunk.file, []).append((chunk, name, part))
+                if any(overlaps(item.shape, part.box, chunk.box)):
+                    wanted.setdefault(chunk.file, []).append((chunk, name, part))
     for file_name, found in wanted.items():
         with open_foreign(folder / file_name, stage, code="E407", inside=folder) as file:
             for chunk, name, part in sorted(found, key=lambda row: row[0].offset):
                 if not _read_chunk(file, chunk, saved[name].dtype, ranges[name].shape, part):
                     raise fail("E407", stage, f"{file_name} ends before {name!r} is complete.", tensor=name)
+
+
+def files_to_read(ranges: Mapping[str, LocalShard], saved: Mapping[str, SavedTensor]) -> set[str]:
+    """The files that `read_ranges` opens for a rank's shards of these names, and for optimizer state split as they are."""
+    found: set[str] = set()
+    beside: dict[str, list[SavedTensor]] = {}
+    for name, info in saved.items():
+        if name.startswith("optim."):
+            parameter, _, _ = name.removeprefix("optim.").rpartition(".")
+            beside.setdefault(f"model.{parameter}", []).append(info)
+    for name, item in ranges.items():
+        for info in [saved[name], *beside.get(name, [])]:
+            for part in item.parts():
+                found |= {
+                    chunk.file
+                    for chunk in info.overlapping(part.box)
+                    if chunk.file not in found and any(overlaps(item.shape, part.box, chunk.box))
+                }
+    return found
 
 
 def _read_chunk(file: BinaryIO, chunk: Chunk, dtype: torch.dtype, shape: tuple[int, ...], part: Part) -> bool:

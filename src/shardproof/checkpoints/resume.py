@@ -22,7 +22,13 @@ from shardproof.checkpoints.folders import (
     read_checked,
     read_sums,
 )
-from shardproof.checkpoints.ranges import INDEX_NAME, SavedTensor, check_index, read_ranges
+from shardproof.checkpoints.ranges import (
+    INDEX_NAME,
+    SavedTensor,
+    check_index,
+    files_to_read,
+    read_ranges,
+)
 from shardproof.checkpoints.run_state import (
     allocate_optimizer,
     check_state,
@@ -31,7 +37,9 @@ from shardproof.checkpoints.run_state import (
     restore,
 )
 from shardproof.checkpoints.saver import saver_of
+from shardproof.checkpoints.spread import fetch, open_part
 from shardproof.dist.collectives import exchange, together
+from shardproof.dist.sharing import Places, one_place
 from shardproof.errors import fail
 from shardproof.foreign import parse_json
 from shardproof.shard.local import LocalShard
@@ -47,6 +55,7 @@ def resume(
     which: str = "latest",
     *,
     keep_settings: bool = False,
+    places: Places | None = None,
 ) -> dict[str, Any]:
     """Load a checkpoint of any layout into the policy, optimizer and schedule; returns its `extra`.
 
@@ -57,17 +66,26 @@ def resume(
     With `keep_settings`, learning rates, betas and other options of the optimizer keep their current values instead of
     the saved ones; the schedule, which must come from `make_schedule`, continues at the saved step.
 
+    With `places`, which a run finds out when it starts, hosts need not share the folder: they send each other the files
+    that their ranks need.
+
     Collective: every rank.
     """
     saver_of(policy).settle()  # what is loaded now must not be in what is being saved
+    where = places or one_place()
     with together("resume"), _reading():
         policy.check_resident("resume")
         _check_schedule(scheduler, keep_settings)
-        chosen = find_checkpoint(Path(folder), which)
-        noted = read_sums(chosen)
-    _check_same(chosen)
+        if where.are_shared:
+            chosen = find_checkpoint(Path(folder), which)
+            noted = read_sums(chosen)
+    if where.are_shared:
+        _check_same(chosen)
+    else:
+        chosen, noted = _open_part(Path(folder), which, where)
     with together("resume"), _reading():
-        check_sums(chosen, noted, dist.get_rank(), dist.get_world_size())
+        its = where.ranks_of(where.mine)
+        check_sums(chosen, noted, its.index(dist.get_rank()), len(its))
     with together("resume"), _reading():
         state = _read_state(chosen, policy, noted)
         index = parse_json(read_checked(chosen, INDEX_NAME, noted), INDEX_NAME, "resume", code="E407")
@@ -77,6 +95,9 @@ def resume(
         _check_names(chosen, saved, ranges)
         if optimizer is not None:
             _check_optimizer(chosen, saved, policy, optimizer, state["groups"])
+    if not where.are_shared:
+        with_state = {name: info for name, info in saved.items() if optimizer is not None or name in ranges}
+        fetch(chosen, files_to_read(ranges, with_state), noted, where)
     if optimizer is not None and state["groups"] is not None:
         ranges |= allocate_optimizer(policy, optimizer, {name: info.dtype for name, info in saved.items()})
     with together("resume"), _reading(), torch.no_grad():
@@ -84,12 +105,32 @@ def resume(
     return restore(policy, optimizer, scheduler, state, keep_settings)
 
 
-def read_files(folder: str | os.PathLike[str], which: str, prefix: str) -> dict[str, bytes]:
-    """The further files of a checkpoint whose names begin so, of all ranks, each compared with its checksum."""
-    with _reading():
-        chosen = find_checkpoint(Path(folder), which)
-        noted = read_sums(chosen)
-        return {name: read_checked(chosen, name, noted) for name in sorted(noted) if name.startswith(prefix)}
+def read_files(
+    folder: str | os.PathLike[str], which: str, prefix: str, places: Places | None = None
+) -> dict[str, bytes]:
+    """The further files of a checkpoint whose names begin so, of all ranks, each compared with its checksum.
+
+    Collective: every rank.
+    """
+    where, found = places or one_place(), {}
+    if not where.are_shared:
+        chosen, noted = _open_part(Path(folder), which, where)
+        fetch(chosen, [name for name in noted if name.startswith(prefix)], noted, where)
+    with together("resume"), _reading():
+        if where.are_shared:
+            chosen = find_checkpoint(Path(folder), which)
+            noted = read_sums(chosen)
+        for name in sorted(name for name in noted if name.startswith(prefix)):
+            found[name] = read_checked(chosen, name, noted)
+    return found
+
+
+def _open_part(root: Path, which: str, places: Places) -> tuple[Path, dict[str, tuple[int, int]]]:
+    """This place's folder of a checkpoint and what is noted of all its files. Collective: every rank."""
+    chosen = open_part(root, which, places)
+    with together("resume"), _reading():
+        noted = read_sums(chosen, is_part=True)
+    return chosen, noted
 
 
 def _check_schedule(scheduler: LRScheduler | None, keep_settings: bool) -> None:

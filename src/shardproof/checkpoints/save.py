@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,11 +18,17 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from shardproof.bounds import require_number
 from shardproof.checkpoints.folders import (
+    CHECKSUMS_NAME,
+    HOSTS_NAME,
     STATE_NAME,
     Sum,
     checkpoint_name,
     clear_leftovers,
+    drop_old,
+    holds,
+    list_checkpoints,
     publish,
+    step_of,
     sums_of,
     write_sums,
 )
@@ -42,10 +48,14 @@ from shardproof.checkpoints.run_state import (
 from shardproof.checkpoints.save_group import share
 from shardproof.checkpoints.saver import saver_of
 from shardproof.checkpoints.snapshot import PendingSave, Snapshot, copy_to_host
+from shardproof.checkpoints.spread import DESCRIPTION, describe_hosts, folder_ids, mark_folder
 from shardproof.dist.collectives import broadcast, together
+from shardproof.dist.deadline import deadline
+from shardproof.dist.groups import timeout_of
 from shardproof.dist.shared_folder import check_seen, claim_folder, disk_errors
+from shardproof.dist.sharing import Places, one_place
 from shardproof.errors import ShardproofError, fail
-from shardproof.files import PARTIAL, FolderLock, write_atomic
+from shardproof.files import PARTIAL, FolderLock, remove_folder, write_atomic
 from shardproof.shard.local import LocalShard
 from shardproof.shard.sharded_model import ShardedModel
 
@@ -61,6 +71,7 @@ def save_checkpoint(
     keep: int | None = 3,
     background: bool = False,
     files: Mapping[str, bytes] | None = None,
+    places: Places | None = None,
 ) -> PendingSave:
     """Save model, optimizer, schedule, random state and `extra` (anything that JSON can hold) as `folder`/step-N.
 
@@ -69,6 +80,9 @@ def save_checkpoint(
     the copy: a step of any optimizer, `policy.offload`, or code that calls `policy.before_change`. Call `wait()` on the
     result before the process ends. Only one process at a time can save into a folder. `files` are further files of this
     rank, under names that no other rank uses and the same checksums.
+
+    All ranks must see the folder, or the save is refused (E408). With `places`, which a run finds out when it starts,
+    hosts need not share it: each keeps the files of its own ranks, and what is needed to read them.
 
     Collective: every rank. Memory: in the background, a host copy of this rank's state.
     """
@@ -81,15 +95,16 @@ def save_checkpoint(
             policy.check_resident("save")
             check_optimizer_state(policy, optimizer)
         _check_request(root, extra or {}, number, keep)
-    lock = FolderLock(root)
+    lock, where = FolderLock(root), places or one_place()
     try:
         with together("save"):
-            if dist.get_rank() == 0:
-                _claim(root, lock)
+            if where.is_leader:
+                _claim(root, lock, where)
         state = describe(policy, optimizer, scheduler, extra or {})
         partial = root / f"{PARTIAL}{number:08d}-{broadcast(secrets.token_hex(4))}"
         ranges = model_ranges(policy) | (optimizer_ranges(policy, optimizer) if optimizer is not None else {})
-        save = _Save(policy, root, partial, number, keep, state, dict(files or {}), lock, saver.join_group())
+        group = saver.join_group()
+        save = _Save(policy, root, partial, number, keep, state, dict(files or {}), lock, group, where)
         snapshot = Snapshot(policy, ranges)
     except BaseException:
         lock.release()
@@ -121,15 +136,25 @@ def _check_request(root: Path, extra: dict[str, Any], number: int, keep: int | N
         ) from error
 
 
-def _claim(root: Path, lock: FolderLock) -> None:
-    """Keep other saves out of the folder, and remove what interrupted ones left in it. Rank 0 only."""
+def _claim(root: Path, lock: FolderLock, places: Places) -> None:
+    """Keep other saves out of the folder, and remove what interrupted ones left in it. One rank of each place."""
     with disk_errors("save", f"{root} cannot be written"):
         claim_folder(lock, "save")
         try:
             clear_leftovers(root)
+            if not places.are_shared:
+                mark_folder(root)
         except BaseException:
             lock.release()
             raise
+
+
+class Written(NamedTuple):
+    """What one rank wrote."""
+
+    part: dict[str, Any]  # of the index
+    sums: list[Sum]
+    folder: str  # the id of the folder that it wrote to, where hosts share none
 
 
 @dataclass(frozen=True)
@@ -145,6 +170,7 @@ class _Save:
     files: dict[str, bytes]
     lock: FolderLock
     group: dist.ProcessGroup
+    places: Places
 
     @property
     def final(self) -> Path:
@@ -160,7 +186,8 @@ class _Save:
         """
         try:
             if end_staging is None:
-                return self.publish(self.write(ranges, snapshot))
+                with deadline("save", "E408", timeout_of(self.group).total_seconds(), [self.group]):
+                    return self.publish(self.write(ranges, snapshot))
             copies = self.stage(ranges, snapshot)
             end_staging()
             return self.publish(self.write(copies, None))
@@ -187,57 +214,126 @@ class _Save:
         share(self.group, problem=problem)
         return copies
 
-    def write(self, ranges: dict[str, LocalShard], snapshot: Snapshot | None) -> list[list[Sum]]:
-        """Write every rank's tensors and further files, the index and the state; returns the sums of each rank's files.
+    def write(self, ranges: dict[str, LocalShard], snapshot: Snapshot | None) -> list[Written]:
+        """Write every rank's tensors and further files, and the state; returns what each rank wrote.
 
         With `snapshot` the ranges are the policy's own memory, which must still be what it was.
         """
-        self._first_alone(self._write_state)
+        self._leaders_alone(self._write_state)
         mine, problem = None, None
         try:
             # A host that shares no folder is named when its files are missed.
             self.partial.mkdir(exist_ok=True)
-            name = data_name(dist.get_rank())
-            part, size, crc = write_ranges(self.partial / name, _without_replicas(self.policy, ranges))
+            mine = self._write_mine(_without_replicas(self.policy, ranges))
             if snapshot is not None:
                 snapshot.check(ranges)
-            mine = [
-                part,
-                [(name, size, crc), *(_write_file(self.partial / n, raw) for n, raw in self.files.items())],
-            ]
         except Exception as error:  # of the disk, memory or the device: the others wait for what it says
             problem = error
-        parts = share(self.group, mine, problem)
-        sums: list[list[Sum]] = [[(name, size, crc) for name, size, crc in rows] for _, rows in parts]
-        self._first_alone(lambda: self._write_index([part for part, _ in parts], sums))
-        return sums
+        return [
+            Written(part, [(name, size, crc) for name, size, crc in sums], folder)
+            for part, sums, folder in share(self.group, mine, problem)
+        ]
 
-    def _write_index(self, parts: list[Any], sums: list[list[Sum]]) -> None:
-        """Write the index of all tensors, if none is missing."""
-        index = merge_index(parts)
-        sizes = {name: size for rows in sums for name, size, _ in rows}
-        check_index(index, self.final.name, sizes, stage="save", code="E408")
-        write_atomic(self.partial / INDEX_NAME, json.dumps(index))
+    def _write_mine(self, ranges: dict[str, LocalShard]) -> Written:
+        name = data_name(dist.get_rank())
+        num_bytes = sum(item.flat.nbytes for item in ranges.values()) + sum(map(len, self.files.values()))
+        with disk_errors("save", f"{self.root} cannot be written", num_bytes, self.root):
+            part, size, crc = write_ranges(self.partial / name, ranges)
+            further = [_write_file(self.partial / n, raw) for n, raw in self.files.items()]
+        needs_id = self.places.is_leader and not self.places.are_shared
+        return Written(part, [(name, size, crc), *further], folder_ids(self.root)[0] if needs_id else "")
 
     def _write_state(self) -> None:
         self.partial.mkdir()
-        write_atomic(self.partial / STATE_NAME, json.dumps(self.state))
+        if dist.get_rank() == 0:
+            write_atomic(self.partial / STATE_NAME, json.dumps(self.state))
 
-    def publish(self, sums: list[list[Sum]]) -> Path:
-        """Note the checksums of everything and give the folder its name, if rank 0 sees all that was written."""
-        written = [(rank, name, size) for rank, rows in enumerate(sums) for name, size, _ in rows]
-        self._first_alone(lambda: check_seen(self.partial, written, "save"))
-        every = [each for rows in sums for each in rows]
-        self._first_alone(
-            lambda: write_sums(self.partial, [*every, *sums_of(self.partial, [STATE_NAME, INDEX_NAME])])
-        )
-        self._first_alone(lambda: publish(self.root, self.partial, self.final, self.keep))
+    def publish(self, written: list[Written]) -> Path:
+        """Note the checksums of everything and give the folder its name, once every file of all ranks is seen."""
+        self._leaders_alone(lambda: self._check_files(written))
+        if self.places.are_shared:
+            self._leaders_alone(self._publish_alone)
+        else:
+            self._publish_everywhere()
         return self.final
 
-    def _first_alone(self, work: Callable[[], None]) -> None:
-        """Run a function on rank 0; an error there is raised on all ranks."""
-        problem: Exception | None = None
+    def _publish_alone(self) -> None:
+        self._name_folder()
+        if self.keep is not None:
+            drop_old(self.root, [path.name for path in list_checkpoints(self.root)[-self.keep :]], self.final)
+
+    def _name_folder(self) -> None:
+        if self.lock.is_lost():
+            message = f"{self.root} was removed, moved or taken over by another process during the save."
+            raise fail("E408", "save", message, rank=dist.get_rank())
+        with disk_errors("save", f"{self.final} cannot be published"):
+            publish(self.partial, self.final)
+
+    def _publish_everywhere(self) -> None:
+        """The same on hosts that share no folder. Rank 0's is the last to get its name: where it has it, all have it."""
+        sums = self._copy_description()
+        is_first = dist.get_rank() == 0
+        try:
+            self._leaders_alone(lambda: None if is_first else self._name_folder())
+            self._leaders_alone(lambda: self._name_folder() if is_first else None)
+        except ShardproofError:  # all ranks know that it failed
+            if self.places.is_leader and not is_first and holds(self.final, sums):
+                remove_folder(self.final)
+            raise
+        if self.keep is not None:
+            mine = [path.name for path in list_checkpoints(self.root)] if self.places.is_leader else []
+            names = {name for row in share(self.group, mine) for name in row}
+            kept = sorted(names, key=lambda name: step_of(Path(name)))[-self.keep :]
+            self._leaders_alone(lambda: drop_old(self.root, kept, self.final))
+
+    def _check_files(self, written: list[Written]) -> None:
+        """Raise unless all files are there; rank 0 then describes them."""
+        its = self.places.ranks_of(self.places.mine)
+        check_seen(
+            self.partial, [(rank, n, size) for rank in its for n, size, _ in written[rank].sums], "save"
+        )
         if dist.get_rank() == 0:
+            self._write_index(written)
+
+    def _write_index(self, written: list[Written]) -> None:
+        """Write the index of all tensors, if none is missing, and the checksums of all files. Rank 0 only."""
+        sums = [each for row in written for each in row.sums]
+        index = merge_index([row.part for row in written])
+        check_index(index, self.final.name, {n: size for n, size, _ in sums}, stage="save", code="E408")
+        texts = {INDEX_NAME: json.dumps(index)}
+        if not self.places.are_shared:
+            names = [[name for name, _, _ in row.sums] for row in written]
+            texts[HOSTS_NAME] = describe_hosts(self.places, [row.folder for row in written], names)
+        for name, text in texts.items():
+            write_atomic(self.partial / name, text)
+        write_sums(self.partial, [*sums, *sums_of(self.partial, [STATE_NAME, *texts])])
+
+    def _copy_description(self) -> bytes:
+        """Give every place the files that say what is in all of them; returns the checksums' text.
+
+        Collective: every rank, on the checkpoint group.
+        """
+        is_first, mine, problem = dist.get_rank() == 0, {}, None
+        try:
+            mine = {name: (self.partial / name).read_text() for name in DESCRIPTION} if is_first else {}
+        except OSError as error:  # the others wait for what it says
+            problem = error
+        told = broadcast(mine, 0, self.group)
+
+        def write() -> None:
+            if problem is not None:
+                raise problem
+            for name in () if is_first else told:
+                with disk_errors("save", f"{self.root} cannot be written", len(told[name]), self.root):
+                    write_atomic(self.partial / name, told[name])
+
+        self._leaders_alone(write)
+        return str(told[CHECKSUMS_NAME]).encode()
+
+    def _leaders_alone(self, work: Callable[[], None]) -> None:
+        """Run a function on one rank of each place; an error there is raised on all ranks."""
+        problem: Exception | None = None
+        if self.places.is_leader:
             try:
                 work()
             except Exception as error:

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
 from shardproof.checkpoints.snapshot import PendingSave
+from shardproof.dist.groups import new_group
 from shardproof.shard.sharded_model import ShardedModel
-
-# How long a rank waits for the others to finish writing what it has finished itself.
-_DEADLINE_S = 600.0
 
 _savers: WeakKeyDictionary[ShardedModel, Saver] = WeakKeyDictionary()
 
@@ -31,7 +28,7 @@ class Saver:
         Collective: every rank, the first time.
         """
         if self.group is None:
-            self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=_DEADLINE_S))
+            self.group = new_group(backend="gloo")
         return self.group
 
     def settle(self) -> None:
