@@ -61,7 +61,10 @@ def add_step_options(sampling: Any) -> None:
     sampling.add_argument("--group", type=int, default=8, help="completions per prompt")
     sampling.add_argument("--grpo-steps", type=int, default=2, help="timed, after one that is not")
     sampling.add_argument(
-        "--grpo-micro-batch-tokens", type=int, default=8192, help="of our GRPO step; a recipe's default"
+        "--grpo-micro-batch-tokens",
+        type=int,
+        default=10240,
+        help="of our GRPO step; as many as in one of TRL's",
     )
     sampling.add_argument("--tail-prompts", type=int, default=64, help="of a GRPO step with long tails")
     sampling.add_argument("--tail-steps", type=int, default=1, help="timed, after one that is not")

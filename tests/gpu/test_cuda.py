@@ -217,7 +217,8 @@ def test_auto_fits_into_what_there_is():
     assert room > frugal["allocated"] / 2  # the model is large enough to tell
     (free,) = on_ranks(ONE_NCCL, train_within, "auto", None)
     assert set(free["recomputed"]) == {0}
-    assert free["allocated"] < kept["allocated"] * 1.02 + kept["gathered"]
+    # Parameters may stay gathered, and then so do their gradients in float32.
+    assert free["allocated"] < kept["allocated"] * 1.02 + 4 * kept["gathered"]
     limit = frugal["allocated"] + int(0.7 * room)
     (tight,) = on_ranks(ONE_NCCL, train_within, "auto", limit)
     assert tight["reserved"] <= limit

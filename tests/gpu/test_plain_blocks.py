@@ -16,7 +16,7 @@ pytestmark = pytest.mark.gpu
 
 SHAPE = {
     **{"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "head_dim": 64},
-    **{"num_attention_heads": 4, "num_key_value_heads": 2},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1024},
 }
 LENGTHS = (300, 100, 77, 500)
 

@@ -83,10 +83,13 @@ class Yardstick:
         share = _EXACT_ERROR if is_exact else _ERROR
         return largest((share * self.at_stake, _ROUNDING[self.dtype]))
 
+    def mean_distance(self, found: torch.Tensor) -> float:
+        """How far scores of the same tokens, computed another way, are from `truth` on average."""
+        return float((found - self.truth).abs().float().mean())
+
     def error(self, found: torch.Tensor) -> str | None:
         """What is wrong with scores of the same tokens, computed another way."""
-        distance = (found - self.truth).abs().float()
-        mean, worst = float(distance.mean()), float(distance.max())
+        mean, worst = self.mean_distance(found), float((found - self.truth).abs().float().max())
         if not within(mean, self.largest_mean):
             return f"it differs by {mean:.3g} on average; mixing sequences would change it by {self.at_stake:.3g}"
         if self.dtype == torch.float32:

@@ -27,7 +27,8 @@ from shardproof.train.state import training_state
 logger = logging.getLogger(__name__)
 
 _COMPILED_PROBE = 256  # tokens of each sequence on which compiled blocks are compared
-_COMPILED_ERROR = 0.05  # on average, where more is at stake
+_COMPILED_ERROR = 0.05  # on average, where more is at stake and rounding alone makes less
+_COMPILED_NOISE = 2.0  # times what rounding puts between two right ways of scoring
 
 
 def scoring_of(policy: ShardedModel) -> Scoring:
@@ -39,13 +40,16 @@ def scoring_of(policy: ShardedModel) -> Scoring:
     if state.scoring is None:
         # Compiled, every candidate would be compiled.
         with uncompiled():
-            state.scoring, yardstick = _find_scoring(policy)
+            state.scoring, yardstick, noise = _find_scoring(policy)
         if is_compiled(policy.model):
-            _check_compiled(policy, state.scoring, min(_COMPILED_ERROR, yardstick.largest_mean))
+            # In 16 bits a large model with random weights differs from itself by more than the usual limit.
+            limit = min(max(_COMPILED_ERROR, _COMPILED_NOISE * noise), yardstick.largest_mean)
+            _check_compiled(policy, state.scoring, limit)
     return state.scoring
 
 
-def _find_scoring(policy: ShardedModel) -> tuple[Scoring, Yardstick]:
+def _find_scoring(policy: ShardedModel) -> tuple[Scoring, Yardstick, float]:
+    """(how to score, how far scores may be off, how far this way is from the model's own on average)."""
     refused = why_not_packed(policy.model.config)
     own, candidates = _ways(policy, refused)
     probe = make_probe(vocabulary_size(policy), max_positions(policy.model.config))
@@ -62,9 +66,9 @@ def _find_scoring(policy: ShardedModel) -> tuple[Scoring, Yardstick]:
         finite = all(exchange(bool(torch.isfinite(truth).all()) and math.isfinite(at_stake)))
         problems = []
         for candidate in candidates:
-            problem = _problem(policy, probe, candidate, yardstick)
+            problem, noise = _problem(policy, probe, candidate, yardstick)
             if all(exchange(problem is None or not finite)):
-                return candidate, yardstick
+                return candidate, yardstick, noise if math.isfinite(noise) else 0.0
             problems.append(problem or "it differs on another rank")
     if policy.sequence_parallel > 1:
         message = f"{policy.model.config.model_type!r} cannot run with sequence parallelism: {[*problems, refused][0]}."
@@ -72,7 +76,7 @@ def _find_scoring(policy: ShardedModel) -> tuple[Scoring, Yardstick]:
     if is_exact(policy.model):
         message = f"{policy.model.config.model_type!r} cannot run in exact mode: {[*problems, refused][0]}."
         raise fail("T303", "score", message, fix="set rollout.exact=false")
-    return own, yardstick
+    return own, yardstick, 0.0
 
 
 def _ways(policy: ShardedModel, refused: str | None) -> tuple[Scoring, list[Scoring]]:
@@ -102,21 +106,24 @@ def _ways(policy: ShardedModel, refused: str | None) -> tuple[Scoring, list[Scor
     return own, candidates
 
 
-def _problem(policy: ShardedModel, probe: Probe, scoring: Scoring, yardstick: Yardstick) -> str | None:
-    """What is wrong with a way of scoring: it fails, says something else, or lets sequences see each other.
+def _problem(
+    policy: ShardedModel, probe: Probe, scoring: Scoring, yardstick: Yardstick
+) -> tuple[str | None, float]:
+    """(what is wrong with a way of scoring: it fails, says something else, or lets sequences see each other; how far off
+    it is on average).
 
     Collective: every rank.
     """
     found = _probe(policy, probe.batch, scoring)
     if isinstance(found, str):
-        return found
+        return found, 0.0
     problem = yardstick.error(found)
     for at, variant in probe.variants.items() if scoring.packed else ():
         again = _probe(policy, variant, scoring)
         if isinstance(again, str):
-            return again
+            return again, 0.0
         problem = problem or yardstick.leak(probe.change_of_others(at, found, again))
-    return problem
+    return problem, yardstick.mean_distance(found)
 
 
 def _check_compiled(policy: ShardedModel, scoring: Scoring, limit: float) -> None:

@@ -26,7 +26,8 @@ def record(slots: Slots, sampling: Sampling, logits: torch.Tensor) -> None:
     slots.ids.copy_(torch.where(going, tokens, slots.ids[:, 0])[:, None])
     slots.positions.add_(going[:, None])
     slots.steps.add_(going)
-    ends = torch.isin(tokens, slots.stops) | (slots.steps >= slots.limits[line])
+    # Not `torch.isin`: with few rows it sorts, and waits for the device.
+    ends = (tokens[:, None] == slots.stops).any(1) | (slots.steps >= slots.limits[line])
     slots.done[line] = ends | ~going
 
 
