@@ -23,7 +23,7 @@ from shardproof.dist.region import NotOurs, RegionAddress, create_region, map_re
 from shardproof.text import printable
 
 _TOKEN_BYTES = 16
-_MAX_RANKS, _MAX_HOSTS = 8, 4  # named in one message
+_MAX_RANKS, _MAX_HOSTS, _MAX_CHARACTERS = 8, 4, 80  # of a list and of a value in one message
 
 # By default group, and gone with it.
 _known: WeakKeyDictionary[dist.ProcessGroup, Hosts] = WeakKeyDictionary()
@@ -65,22 +65,44 @@ class Hosts:
 
     def describe(self, ranks: Iterable[int]) -> str:
         """`rank 2 on host b`, `ranks 2, 3 on host b and rank 5 on host c`; where there is one host, just the ranks."""
+        return self._say(ranks, "{ranks} on host {host}")
+
+    def place(self, ranks: Iterable[int]) -> str:
+        """`host b (ranks 2, 3) and host c (rank 5)`; where there is one host, just the ranks."""
+        return self._say(ranks, "host {host} ({ranks})")
+
+    def _say(self, ranks: Iterable[int], form: str) -> str:
         by_host: dict[int, list[int]] = {}
         for rank in sorted(set(ranks)):
-            by_host.setdefault(self.of_rank[rank] if self.num > 1 else 0, []).append(rank)
+            by_host.setdefault(self.of_rank[rank], []).append(rank)
         if not by_host:
             return "no rank"
         if self.num == 1:
             return _listed(by_host[0])
-        said = [f"{_listed(theirs)} on host {self.names[host]}" for host, theirs in by_host.items()]
+        said = [form.format(ranks=_listed(theirs), host=self.names[host]) for host, theirs in by_host.items()]
         if len(said) > _MAX_HOSTS:
-            said[_MAX_HOSTS - 1 :] = [f"ranks of {len(said) - _MAX_HOSTS + 1} more hosts"]
+            said[_MAX_HOSTS - 1 :] = [f"{len(said) - _MAX_HOSTS + 1} more hosts"]
         return f"{', '.join(said[:-1])} and {said[-1]}" if len(said) > 1 else said[0]
 
 
 def _listed(ranks: Sequence[int]) -> str:
     more = f" and {len(ranks) - _MAX_RANKS} more" if len(ranks) > _MAX_RANKS else ""
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:_MAX_RANKS]))}{more}"
+
+
+def describe_difference(name: str, values: Sequence[str | None], where: Hosts) -> str:
+    """`torch is 2.12.0 on host b (rank 1), 2.13.0 on host a (rank 0)`, of every rank's value; the rarer ones first."""
+    ranks: dict[str | None, list[int]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(value, []).append(rank)
+    # A tie is decided against the later ranks: rank 0 is the one whose output the user sees.
+    groups = sorted(ranks.items(), key=lambda item: (len(item[1]), -item[1][0]))
+    return f"{name} is {', '.join(f'{_short(value)} on {where.place(theirs)}' for value, theirs in groups)}"
+
+
+def _short(value: str | None) -> str:
+    text = "missing" if value is None else value
+    return text if len(text) <= _MAX_CHARACTERS else f"{text[:_MAX_CHARACTERS]}..."
 
 
 def hosts() -> Hosts:
