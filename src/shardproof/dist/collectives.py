@@ -19,6 +19,8 @@ from shardproof.dist.messages import (
     gather,
     gather_rows,
     known_control_group,
+    rows_on_first,
+    sum_rows,
 )
 from shardproof.dist.traffic import traffic, tree_sends
 from shardproof.errors import ShardproofError, error_for
@@ -36,7 +38,9 @@ __all__ = [
     "gather_uneven",
     "known_control_group",
     "raise_together",
+    "rows_on_first",
     "share_findings",
+    "sum_rows",
     "together",
     "wait_for_group",
 ]

@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
+from shardproof.dist.groups import new_group
 from shardproof.dist.traffic import traffic, tree_sends
 
 _SLOT = 1024  # bytes of a message that travel at once
@@ -41,7 +42,7 @@ def control_group() -> dist.ProcessGroup:
     known = known_control_group()
     if known is None:
         assert dist.group.WORLD is not None
-        known = _control_groups[dist.group.WORLD] = dist.new_group(backend="gloo")
+        known = _control_groups[dist.group.WORLD] = new_group(backend="gloo")
     return known
 
 
@@ -134,6 +135,29 @@ def gather_rows(row: torch.Tensor) -> torch.Tensor:
         rows = row.new_empty(size, len(row))
     _broadcast(rows, 0, None)
     return rows
+
+
+def rows_on_first(row: torch.Tensor) -> torch.Tensor | None:
+    """A [ranks, len(row)] matrix of every rank's int64 `row` on rank 0, None on the others; rows must have one length.
+
+    Collective: every rank.
+    """
+    traffic.messages += 1
+    if dist.get_world_size() == 1:
+        return row[None].clone()
+    rows = _gather(row.contiguous(), None)
+    return rows if dist.get_rank() == 0 else None
+
+
+def sum_rows(row: torch.Tensor) -> torch.Tensor:
+    """The sum of every rank's int64 `row`, modulo 2^64; rows must have one length. Collective: every rank."""
+    traffic.messages += 1
+    total, size = row.clone(), dist.get_world_size()
+    if size > 1:
+        dist.all_reduce(total, group=control_group())
+        moved = 2 * (size - 1) * total.nbytes // size
+        traffic.count_control("all_reduce", moved, moved)
+    return total
 
 
 def _meet(

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from shardproof.dist.collectives import exchange
+from shardproof.dist.collectives import gather_rows
 
 
 class DigestShare:
@@ -43,14 +43,23 @@ class DigestShare:
 
         Collective: every rank; replicas have digested the same, and the first is believed.
         """
-        rows = exchange([self._rank, self._mine()])
-        by_rank = {rank: iter(found) for rank, found in reversed(rows)}
-        digests = {}
+        owned: list[list[str]] = [[] for _ in range(self._num_ranks)]
+        order: list[str] = []
         for index, entry in enumerate(names):
-            for rank in range(self._num_ranks):
-                for position in self._range(rank, index, len(entry)):
-                    digests[entry[position]] = next(by_rank[rank])
-        return digests
+            order += entry
+            for rank in self._owners(index, len(entry)):
+                owned[rank] += [entry[position] for position in self._range(rank, index, len(entry))]
+        mine = self._mine()
+        row = torch.zeros(1 + max(map(len, owned)), dtype=torch.int64)
+        row[: 1 + len(mine)] = torch.tensor([self._rank, *mine])
+        found: dict[str, int] = {}
+        for rank, *digests in reversed(gather_rows(row).tolist()):
+            found |= zip(owned[rank], digests, strict=False)
+        return {name: found[name] for name in order}
+
+    def _owners(self, index: int, count: int) -> Sequence[int]:
+        """The ranks that digest some of an entry's tensors."""
+        return [index % self._num_ranks] if count < self._num_ranks else range(self._num_ranks)
 
     def _range(self, rank: int, index: int, count: int) -> range:
         if count < self._num_ranks:

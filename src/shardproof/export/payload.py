@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from shardproof.dist.collectives import exchange, gather_rows, raise_together
+from shardproof.dist.collectives import exchange, gather_rows, together
 from shardproof.errors import error_for
 from shardproof.findings import Finding
 from shardproof.model.delta import Delta, find_deltas
@@ -42,6 +43,7 @@ class Payload:
 
     def __init__(self, policy: ShardedModel, dtype: torch.dtype | str | None, merge_lora: bool):
         self.policy = policy
+        self._known: tuple[list[Any], Layout] | None = None  # this rank's boxes and the layout they belong to
         self.refresh()
         self.adapter_only = policy.has_lora and not merge_lora
         self.infos = {_export_name(info): info for info in policy.inventory.stored if self._belongs(info)}
@@ -64,11 +66,22 @@ class Payload:
     def _belongs(self, info: TensorInfo) -> bool:
         return info.is_adapter if self.adapter_only else not info.is_adapter
 
-    def check(self) -> None:
-        """Raise on every rank if someone moved the module. Collective: every rank."""
-        raise_together(_moved(self.policy) if self.policy.offloaded is None else [])
-
     def layout(self) -> Layout:
+        """Every rank's boxes. Raises on every rank if someone moved the module.
+
+        Boxes are exchanged only if some rank's are not those of the last call. Collective: every rank.
+        """
+        mine = [shard.flat_range or shard.boxes for shard in self.shards.values()]
+        with together("export") as message:
+            moved = _moved(self.policy) if self.policy.offloaded is None else []
+            if moved:
+                raise error_for(moved)
+            message.mine = self._known is not None and self._known[0] == mine
+        if self._known is None or not all(message.rows):
+            self._known = mine, self._find_layout()
+        return self._known[1]
+
+    def _find_layout(self) -> Layout:
         """Every rank's boxes: one exchange if they are ranges, as FSDP's are, else two. Collective: every rank."""
         mesh = self.policy.mesh
         if mesh.size() == 1:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from shardproof.digest import digest
-from shardproof.dist.collectives import exchange, gather_rows
+from shardproof.dist.collectives import exchange, sum_rows
 from shardproof.export.image import Image
 from shardproof.export.slices import Ranges
 
@@ -37,7 +37,7 @@ def digest_slices(image: Image, ranges: Ranges) -> dict[str, int]:
                     words = raw[whole_low * _WORD : whole_high * _WORD]
                     sums[index[name]] += digest(words, whole_low)
                 parts += [(index[name], word, value) for word, value in _edges(raw, low, high)]
-    rows = gather_rows(sums).sum(0)
+    rows = sum_rows(sums)
     broken: dict[tuple[int, int], int] = {}
     for tensor, word, value in itertools.chain.from_iterable(exchange(parts)):
         broken[tensor, word] = broken.get((tensor, word), 0) | value

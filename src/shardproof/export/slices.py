@@ -27,7 +27,6 @@ def write_slices(stream: WeightStream, target: Target) -> None:
     """
     payload = stream.payload
     payload.refresh()
-    payload.check()
     layout = payload.layout()
     bad: str | None = None
     for bucket in stream.buckets():

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
-from shardproof.dist.collectives import exchange, together
+from shardproof.dist.collectives import gather, together
 from shardproof.errors import ConfigError, ShardproofError, error_for
 from shardproof.export.manifest import ExportReceipt
 from shardproof.findings import Finding
@@ -99,7 +99,7 @@ def proved_load(
         return load()
     with proving(ledger, step, "load", role):
         model = load()
-    for rank, (text, seconds, details) in enumerate(exchange(_load_of(model))):
+    for rank, (text, seconds, details) in enumerate(gather(_load_of(model)) or ()):  # only rank 0 writes
         _write(ledger, step, "load", role, Proof(text, details), seconds, rank=rank)
     return model
 

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 from shardproof.digest import digest
-from shardproof.dist.collectives import exchange, gather_rows, share_findings
+from shardproof.dist.collectives import broadcast, exchange, gather_rows, rows_on_first, share_findings
 from shardproof.dist.launch import init_distributed
 from shardproof.errors import ShardproofError
 from shardproof.findings import Finding
@@ -309,9 +309,9 @@ def check_optimizer(module: nn.Module, optimizer: torch.optim.Optimizer | None, 
 
 
 def compare_ranks(held: list[Held]) -> list[Finding]:
-    """Tensors that differ between ranks which should hold the same bytes, from one packed exchange.
+    """Tensors that differ between ranks which should hold the same bytes.
 
-    Collective: every rank.
+    Every rank's fingerprints go to rank 0, in one packed message, and what it finds to all. Collective: every rank.
     """
     world_size = dist.get_world_size()
     names = [item.name for item in held]
@@ -319,9 +319,15 @@ def compare_ranks(held: list[Held]) -> list[Finding]:
     rows = gather_rows(torch.tensor([len(names), of_names]))
     if not bool((rows == rows[0]).all()):
         return _compare_names(names)
-    table = gather_rows(
-        torch.tensor([_fingerprint(item, world_size) for item in held], dtype=torch.int64).view(-1)
-    )
+    mine = torch.tensor([_fingerprint(item, world_size) for item in held], dtype=torch.int64).view(-1)
+    table = rows_on_first(mine)
+    found = [] if table is None else [finding.to_json() for finding in _compare_tables(held, table)]
+    return list(map(Finding.from_json, broadcast(found)))
+
+
+def _compare_tables(held: list[Held], table: torch.Tensor) -> list[Finding]:
+    """What differs in the fingerprints of all ranks."""
+    world_size = len(table)
     columns = table.view(world_size, len(held), _FIELDS).transpose(0, 1)
     # Only the shard's index may differ between ranks; tensors with any other difference are compared one by one.
     same = (columns == columns[:, :1]).all(dim=1)
