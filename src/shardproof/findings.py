@@ -54,7 +54,7 @@ CODES: dict[str, tuple[str, str]] = {
     "T303": ("this model's attention does not support packed or sequence-parallel input", "load the model with sequence_parallel=1"),
     "T304": ("scores differ from those of a single process", "attest the model; compare layouts with `shardproof doctor --matrix`"),
     "T306": ("ranks report different metrics", "return the same metrics from the loss on every rank"),
-    "T308": ("a rank was lost or too slow in a training step", "read that rank's log; raise deadline_s if it was only slow"),
+    "T308": ("a rank or a host was lost, or too slow", "read that rank's log; raise deadline_s if it was only slow"),
     "T309": ("an optimizer failed on a rank", "free memory on the named rank, or shard over more ranks"),
     "E400": ("a rank raised an unexpected error while saving, exporting or resuming", "read the error of the named rank"),
     "E401": ("an offloaded parameter was moved", "do not move a module whose parameters FSDP offloads"),

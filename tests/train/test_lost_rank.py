@@ -86,14 +86,12 @@ def test_rank_that_dies_in_a_step(num_ranks, options, where, how, exit_code):
     lost = num_ranks - 1
     outcomes = run_ranks_outcomes(num_ranks, step_with_lost_rank, options, lost, where, how, timeout=60)
     assert outcomes[lost] == ("died", exit_code)
-    for rank, outcome in enumerate(outcomes[:lost]):
+    for outcome in outcomes[:lost]:
         kind, (seconds, code, message) = outcome
         assert kind == "ok"
         assert code == "T308"
         assert seconds < DEADLINE_S + 2
-        assert message.startswith(
-            f"T308 train_step: rank {rank}: another rank was lost or did not answer within 5 s"
-        )
+        assert message.startswith(f"T308 train_step: rank {lost} did not answer: its process has died")
         assert "Fix: " in message
 
 
@@ -106,7 +104,7 @@ def test_rank_that_is_slower_than_the_deadline():
     kind, (seconds, code, message) = outcomes[0]
     assert (kind, code) == ("ok", "T308")
     assert DEADLINE_S - 1 < seconds < DEADLINE_S + 2
-    assert "within 5 s" in message
+    assert "more than 5 s" in message
     # The slow rank finds its peers gone.
     kind, (seconds, code, _) = outcomes[1]
     assert (kind, code) == ("ok", "T308")

@@ -1,7 +1,9 @@
-"""Deadlines of their own for stages: a lost rank ends the others with a clear error, not after half an hour."""
+"""Deadlines for stages: a lost rank or host ends all others with one clear error, not after half an hour."""
 
 from __future__ import annotations
 
+import os
+import socket
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -9,25 +11,30 @@ from datetime import timedelta
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from shardproof.bounds import require_number
+from shardproof.dist import groups as process_groups
 from shardproof.dist import stacks
 from shardproof.dist.collectives import known_control_group
+from shardproof.dist.groups import set_timeout, timeout_of
+from shardproof.dist.lost import Wait, explain
+from shardproof.dist.news import Interrupted, News
 from shardproof.errors import ShardproofError, fail
 
 _MAX_SECONDS = 10**9  # more than timedelta and the backends can count with would overflow
 # What backends say when a peer is gone or does not answer.
 _LOST = (
-    "timed out",
-    "timeout",
-    "connection closed",
-    "connection reset",
-    "broken pipe",
-    "peer",
+    "gloo",
     "nccl",
-    "socket",
+    "timed out waiting",
+    "wait timeout",
+    "socket timeout",
+    "connection closed by peer",
+    "connection reset by peer",
+    "broken pipe",
 )
+
+_news: News | None = None  # of the outermost block
 
 
 class Deadline:
@@ -62,45 +69,88 @@ def deadline(
 ) -> Iterator[None]:
     """Fail with one clear error if a collective in the block waits longer than `seconds` for a lost or slow rank.
 
-    The error says which rank was in which call at which line, and which did not answer. Without `groups` the deadline
-    applies to the default group. It always applies to shardproof's own exchanges, whichever group they use.
+    The error says which rank was in which call at which line, which did not answer, and on which hosts; it is the same
+    on all ranks that reach each other. Without `groups` the deadline applies to the default group. It always applies to
+    shardproof's own exchanges, whichever group they use, and to groups that shardproof makes inside. Blocks may be
+    nested: the innermost says how long, the outermost with which code.
     """
     assert dist.group.WORLD is not None
     require_number(stage, "deadline_s", seconds, above=0, at_most=_MAX_SECONDS)
     control = known_control_group()
-    every = [*(groups or [dist.group.WORLD]), *([control] if control is not None else [])]
-    unique = {id(group): group for group in every}.values()
-    previous = [(group, _timeout_of(group)) for group in unique]
+    every = [*(groups or ()), dist.group.WORLD, *([control] if control is not None else [])]
+    previous = [(group, timeout_of(group)) for group in {id(group): group for group in every}.values()]
+    made_before = set(process_groups.made)
     for group, _ in previous:
-        _set_pg_timeout(timedelta(seconds=seconds), group)
+        set_timeout(group, timedelta(seconds=seconds))
     stacks.start()
     watch = stacks.current()
-    limit_before = watch.set_limit(seconds) if watch is not None else None
-    started = time.monotonic()
+    try:
+        with _watched(watch, Wait(stage, code, seconds)):
+            yield
+    finally:
+        for group, timeout in previous:
+            set_timeout(group, timeout)
+        for group in set(process_groups.made) - made_before:
+            set_timeout(group, timeout_of(dist.group.WORLD))
+
+
+@contextmanager
+def _watched(watch: stacks.Watch | None, wait: Wait) -> Iterator[None]:
+    """Let the watch know what this thread does, and raise what it finds out when that fails."""
+    global _news
+    if watch is None:
+        yield
+        return
+    outer = watch.wait
+    wait = wait if outer is None else Wait(wait.stage, outer.code, wait.seconds)
+    is_outermost = _news is None
+    news = _news = _news or News()
+    watch.set_wait(wait)
+    try:
+        yield
+    except (Exception, Interrupted) as error:
+        # Once a host is lost, whatever fails fails because of that, such as a request whose connection was broken.
+        if not is_lost(error) and (news.said is None or news.said in str(error)):
+            raise
+        news.end()
+        found = watch.report(error, wait)
+        message, fix = explain(found, watch.world_size, news.said)
+        raise fail(found.wait.code, found.wait.stage, f"{message}.", fix=fix) from error
+    finally:
+        if is_outermost:
+            news.end()
+            _news = None
+        watch.set_wait(outer)
+
+
+def is_lost(error: BaseException) -> bool:
+    """Whether an error says that another rank is gone or does not answer."""
+    if isinstance(error, Interrupted):
+        return True
+    if (
+        isinstance(error, ShardproofError)
+        or not isinstance(error, RuntimeError)
+        or dist.get_world_size() == 1
+    ):
+        return False
+    text = str(error).lower()
+    return isinstance(error, dist.DistError) or any(sign in text for sign in _LOST)
+
+
+@contextmanager
+def joining(seconds: float) -> Iterator[None]:
+    """For the block in which ranks meet, before there is a group: its error says who could not reach whom."""
     try:
         yield
     except RuntimeError as error:
-        if not _is_lost(error):
+        if isinstance(error, ShardproofError) or "RANK" not in os.environ:
             raise
-        waited = time.monotonic() - started
-        first_line = str(error).strip().splitlines()[0][:200]
-        message = f"another rank was lost or did not answer within {seconds:g} s ({waited:.1f} s after the call began)"
-        where = "" if watch is None else f": {stacks.summarise(watch.report(error), watch.world_size)}"
-        raise fail(
-            code, stage, f"{message}{where}. The backend says: {first_line}", rank=dist.get_rank()
-        ) from error
-    finally:
-        if watch is not None:
-            watch.set_limit(limit_before)
-        for group, timeout in previous:
-            _set_pg_timeout(timeout, group)
-
-
-def _is_lost(error: RuntimeError) -> bool:
-    text = str(error).lower()
-    lost = any(sign in text for sign in _LOST)
-    return lost and dist.get_world_size() > 1 and not isinstance(error, ShardproofError)
-
-
-def _timeout_of(group: dist.ProcessGroup) -> timedelta:
-    return group._get_backend(group._device_types[0]).options._timeout
+        first_line = str(error).strip().splitlines()[0][:300]
+        place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        message = (
+            f"rank {os.environ['RANK']} on host {socket.gethostname()} could not join the other ranks, which meet at "
+            f"{place}, within {seconds:g} s: a host was lost, or the hosts do not reach each other. The backend says: "
+            f"{first_line}"
+        )
+        fix = "look at the network between the hosts and at what the other hosts say, then rerun the same command"
+        raise fail("T308", "launch", message, fix=fix) from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from shardproof.dist.groups import keep_in_time
 from shardproof.dist.launch import default_device, init_distributed
 from shardproof.errors import fail
 
@@ -30,8 +31,11 @@ def make_mesh(replicate: int = 1, shard: int | None = None, device_type: str | N
         )
     kind = device_type or default_device().type
     if replicate == 1:
-        return init_device_mesh(kind, (shard,), mesh_dim_names=(SHARD,))
-    return init_device_mesh(kind, (replicate, shard), mesh_dim_names=(REPLICATE, SHARD))
+        mesh = init_device_mesh(kind, (shard,), mesh_dim_names=(SHARD,))
+    else:
+        mesh = init_device_mesh(kind, (replicate, shard), mesh_dim_names=(REPLICATE, SHARD))
+    keep_in_time(mesh.get_group(axis) for axis in range(mesh.ndim))
+    return mesh
 
 
 def check_mesh(mesh: DeviceMesh) -> DeviceMesh:

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardproof.dist.groups import new_group
+
 
 class SequenceGroup:
     """The ranks that share one batch, and the exchanges between them."""
@@ -53,7 +55,7 @@ def make_sequence_group(size: int) -> SequenceGroup | None:
     mine = None
     for first in range(0, dist.get_world_size(), size):
         ranks = list(range(first, first + size))
-        group = dist.new_group(ranks)
+        group = new_group(ranks)
         if dist.get_rank() in ranks:
             mine = group
     assert mine is not None

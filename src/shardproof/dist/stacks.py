@@ -1,62 +1,62 @@
-"""The stacks of all ranks when a collective hangs, requested and answered through the process group's store.
+"""The stacks of all ranks when a collective hangs, requested through the process group's store.
 
-A collective that does not end says nothing about the ranks it waits for. Each process therefore has a thread that
-checks the store twice per second. When a deadline is near, or a connection is lost, one rank writes a request there;
-every living process answers with the call its main thread is in and the lines that led to it. The store is the one
-channel that still works while collectives hang.
+A collective that does not end says nothing about the ranks it waits for. Each process therefore has a thread that looks
+into the store about twice per second. When a deadline is near, or a connection is lost, a rank asks there; every living
+process answers with the call it is in and the lines that led to it. The first that asks reads the answers and writes
+them down for all, so a request takes a few calls per rank, however many ranks there are. The store is the one channel
+that still works while collectives hang. A rank that cannot reach it knows at least that: only this thread waits for the
+store, so one that never answers holds up nobody.
 """
 
 from __future__ import annotations
 
 import atexit
+import ctypes
+import json
 import logging
-import sys
 import threading
 import time
-import traceback
-from collections.abc import Iterator
-from pathlib import Path
-from types import FrameType
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
+from shardproof.dist.lost import Answers, Wait, summarise
+from shardproof.dist.places import place_of_error, place_of_thread
 from shardproof.text import printable
 
 logger = logging.getLogger(__name__)
 
 _INTERVAL_S = 0.5
-_ANSWER_S = 2.0  # how long a request waits for answers
-_STOP_S = 10.0  # how long the end of a process waits for a call to the store that does not return
-_MAX_LINES = 5
-_PACKAGE = str(Path(__file__).parents[1])
-_TORCH = str(Path(torch.__file__).parent)
-_OWN_FILES = ("stacks.py", "deadline.py", "contextlib.py", "threading.py", "c10d_logger.py")
+_CALLS_PER_S = 100  # of all ranks together to the store, while nothing happens: many ranks look less often
+_ANSWER_S = 1.0  # beside two intervals, how long answers are awaited
+_GONE_S = 5.0  # a call to the store that takes longer gets no answer any more
+_KEPT_S = 60.0  # what was found out about a loss counts for all that fails after it
+_STOP_S = 10.0  # how long the end of a process waits for its thread
 
-Place = tuple[str, int, str]  # file, line, function
-
-_watch: _Watch | None = None
+_watch: Watch | None = None
 
 
 def start() -> None:
-    """Start this process's thread for the current process group, once. A group of one needs none."""
+    """Start this process's thread for the current process group, once. A group of one needs none.
+
+    The place that it tells is that of the thread which calls this.
+    """
     global _watch
     group = dist.group.WORLD
     if dist.get_world_size() == 1 or (_watch is not None and _watch.group is group and _watch.is_alive()):
         return
     stop()
-    _watch = _Watch(group)
+    _watch = Watch(group)
     _watch.start()
     atexit.register(stop)
 
 
 def stop() -> None:
-    """End this process's thread and wait for it.
-
-    A thread that is inside the store while the interpreter or the store goes would end the process with a signal.
-    """
+    """End this process's thread and wait for it, unless it waits for a store that does not answer."""
     global _watch
     atexit.unregister(stop)
     if _watch is not None and _watch is not threading.current_thread():
@@ -64,191 +64,209 @@ def stop() -> None:
     _watch = None
 
 
-def current() -> _Watch | None:
+def current() -> Watch | None:
     """The thread of the current process group."""
     return _watch if _watch is not None and _watch.group is dist.group.WORLD else None
 
 
-class _Watch(threading.Thread):
+@dataclass
+class _Need:
+    """A main thread that wants to know where all ranks are, because its collective failed."""
+
+    wait: Wait
+    found: Answers | None = None
+    done: threading.Event = field(default_factory=threading.Event)
+
+
+class Watch(threading.Thread):
     """Answers requests for stacks, and makes one when its process is about to miss a deadline."""
 
     def __init__(self, group: Any):
         super().__init__(name="shardproof stacks", daemon=True)
         self.group = group
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.watched = threading.get_ident()  # the thread whose place is told
+        self.num_calls = 0  # to the store
         self._shared_store: Any = _get_default_store()
         self._store: Any = None  # until the thread has a connection
-        self._stopping = threading.Event()
-        self._num_requests = 0
-        self._limit: float | None = None  # seconds that a collective may take now
-        self._seen = ("", time.monotonic())  # where the main thread was last, and since when
-        self._failed_at: str | None = None  # where the main thread was when its collective failed
-        self._lock = threading.Lock()
-        self._answers: dict[int, str] = {}
-        self._last_request_at = float("-inf")  # made or answered
+        self._stopping, self._wake = threading.Event(), threading.Event()
+        self._number = 0  # of the next request
+        self._last_at = float("-inf")  # when this rank last answered one
+        self.wait: Wait | None = None  # what this process does now, and for how long a collective may take
+        self._seen = ("", time.monotonic())  # where the process was last, and since when
+        self._failed_at: str | None = None  # where it was when its collective failed
+        self._need: _Need | None = None
+        self._kept: tuple[float, Answers] | None = None
+        self._call_began: float | None = time.monotonic()  # the one that it is in; at first it connects
 
     def run(self) -> None:
         try:
             # A connection of its own: the main thread may be waiting on the other one. Made here, because it does not
             # return for many minutes once the process that holds the store is gone.
             self._store = self._shared_store.clone()
-        except Exception:
-            return
-        while not self._stopping.wait(_INTERVAL_S):
-            if dist.group.WORLD is not self.group:
-                return
-            try:
-                if self._is_late():
-                    self.request_stacks()
-                    self._warn()
-                elif self._store.check([self._key()]):
-                    self._answer()
-            except Exception:  # the store went with the run
-                return
+            self._store.set_timeout(timedelta(seconds=_GONE_S))
+            self._call_began = None
+            while not self._stopping.is_set():
+                self._wake.wait(self._interval_s)
+                self._wake.clear()
+                if dist.group.WORLD is not self.group:
+                    return
+                self._look()
+        except Exception as error:  # the store went with the run
+            logger.debug("no more stacks: %s", error)
+        finally:
+            if self._need is not None:
+                self._need.done.set()
+
+    def _look(self) -> None:
+        need = self._need
+        if need is not None and not need.done.is_set():
+            need.found = self._find_out(need.wait)
+            need.done.set()
+        elif self.wait is not None and self._is_late():
+            self._request(self.wait)
+            self._warn()
+        elif self._call(self._store.check, [self._key()]):
+            self._answer()
 
     def stop(self) -> None:
         """Let the thread end after the call it is in, and wait for that."""
         self._stopping.set()
-        self.join(_STOP_S)
+        self._wake.set()
+        end = time.monotonic() + _STOP_S
+        while self.is_alive() and time.monotonic() < end and self.silent_s < _GONE_S:
+            self.join(0.1)
+        if self.is_alive():
+            # A store that goes while a thread is inside would end the process with a signal, so it stays.
+            for each in (self._store, self._shared_store):
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
 
-    def set_limit(self, seconds: float | None) -> float | None:
-        """Request stacks shortly before a collective has taken this long; returns the previous limit."""
-        before, self._limit = self._limit, seconds
-        self._failed_at = None
-        return before
+    @property
+    def silent_s(self) -> float:
+        """For how many seconds the store has not answered the call that is under way; 0 if there is none."""
+        began = self._call_began
+        return 0.0 if began is None else time.monotonic() - began
+
+    def set_wait(self, wait: Wait | None) -> None:
+        """Say what the process does from now on, and how long a collective may take."""
+        self.wait, self._failed_at = wait, None
+        if wait is not None:
+            self.watched = threading.get_ident()
+
+    def report(self, error: BaseException, wait: Wait) -> Answers:
+        """Where all ranks are, or were before connections were lost; ranks that do not answer are left out.
+
+        Takes a few seconds at most, also where the store does not answer.
+        """
+        if self._kept is not None and time.monotonic() - self._kept[0] < _KEPT_S:
+            return self._kept[1]
+        self._failed_at = place_of_error(error)
+        self._need = need = _Need(wait)
+        self._wake.set()
+        end = time.monotonic() + 2 * self._patience_s + 2 * _GONE_S
+        while not need.done.wait(0.1) and time.monotonic() < end and self.silent_s < _GONE_S:
+            pass
+        found = need.found
+        if found is None:
+            silent = self.silent_s or _GONE_S
+            found = Answers(wait, {self.rank: self._failed_at}, store_silent_s=max(silent, 0.0))
+        self._kept = time.monotonic(), found
+        return found
+
+    @property
+    def _interval_s(self) -> float:
+        """How often the thread looks into the store."""
+        common = max(_INTERVAL_S, self.world_size / _CALLS_PER_S)
+        return common if self.wait is None else min(common, max(_INTERVAL_S, self.wait.seconds / 8))
+
+    @property
+    def _patience_s(self) -> float:
+        """How long answers are awaited: every rank looks into the store in that time."""
+        return _ANSWER_S + 2 * self._interval_s
 
     def _is_late(self) -> bool:
-        """Whether the main thread has been at one place for nearly as long as it may. True once for each place."""
-        limit = self._limit
-        if limit is None or self._failed_at is not None:
+        """Whether the process has been at one place for nearly as long as it may. True once for each place."""
+        wait = self.wait
+        if wait is None or self._failed_at is not None:
             return False
-        now, place = time.monotonic(), describe(list(_places_of_main_thread()))
+        now, place = time.monotonic(), place_of_thread(self.watched)
         if place != self._seen[0]:
             self._seen = (place, now)
-        late = now - self._seen[1] >= max(limit - _ANSWER_S - 2 * _INTERVAL_S, 0.5 * limit)
+        before = self._patience_s + self._interval_s
+        late = now - self._seen[1] >= max(wait.seconds - before, 0.5 * wait.seconds)
         if late:
             self._seen = (place, float("inf"))
         return late
 
     def _warn(self) -> None:
         # NCCL ends the process at its timeout, before an error could be raised.
-        if "nccl" in str(dist.get_backend_config(self.group)):
+        if "nccl" in str(dist.get_backend_config(self.group)) and self.wait is not None:
+            found = self._published(self._number - 1) or Answers(self.wait, {})
             logger.warning(
                 "a collective has not finished and is close to its timeout: %s",
-                summarise(self._answers, self.world_size),
+                summarise(found, self.world_size),
             )
 
-    def report(self, error: BaseException) -> dict[int, str]:
-        """{rank: where it is, or was before connections were lost}; ranks that do not answer are left out."""
-        self._failed_at = describe(list(_places_of_error(error)))
-        try:
-            if time.monotonic() - self._last_request_at > 2 * _ANSWER_S + 2 * _INTERVAL_S:
-                self.request_stacks()
-            else:
-                self._collect(self._num_requests - 1)
-        except Exception:  # without the store only this rank's own stack is known
-            self._answers = {self.rank: self._failed_at}
-        return self._answers
+    def _find_out(self, wait: Wait) -> Answers | None:
+        """The answers to the last request, if it is recent; else to a new one. One whose rank was lost is made again."""
+        if time.monotonic() - self._last_at > 2 * self._patience_s:
+            self._request(wait)
+        found = self._published(self._number - 1)
+        if found is None and not self._stopping.is_set():
+            self._request(wait)
+            found = self._published(self._number - 1)
+        return found
 
-    def request_stacks(self) -> None:
-        """Ask every rank for its stack, and wait briefly for the answers."""
-        with self._lock:
-            request = self._num_requests
-            self._store.set(self._key(request), "")
-            self._post(request)
-            self._num_requests = request + 1
-        self._collect(request)
+    def _request(self, wait: Wait) -> None:
+        """Answer the next request, and make it if no other rank was faster; the first then reads the answers."""
+        key = self._key()
+        is_first = self._call(self._store.add, f"{key}/asked", 1) == 1
+        if is_first:
+            self._call(self._store.set, key, "")
+        self._answer()
+        if is_first:
+            found = Answers(wait, self._collect(key))
+            self._call(self._store.set, f"{key}/all", json.dumps(asdict(found)))
 
     def _answer(self) -> None:
-        with self._lock:
-            if self._store.check([self._key()]):
-                self._post(self._num_requests)
-                self._num_requests += 1
+        """Tell where this rank is."""
+        key, place = self._key(), self._failed_at or place_of_thread(self.watched)
+        self._call(self._store.set, f"{key}/{self.rank}", place)
+        self._call(self._store.add, f"{key}/answers", 1)
+        self._number += 1
+        self._last_at = time.monotonic()
 
-    def _collect(self, request: int) -> None:
-        """Wait briefly for every rank's answer."""
-        until = time.monotonic() + _ANSWER_S
-        found: dict[int, str] = {}
-        while len(found) < self.world_size and time.monotonic() < until and not self._stopping.is_set():
-            for rank in range(self.world_size):
-                key = f"{self._key(request)}/{rank}"
-                if rank not in found and self._store.check([key]):
-                    found[rank] = printable(self._store.get(key).decode(errors="replace"))
-            time.sleep(0.05)
-        self._answers = found
+    def _collect(self, key: str) -> dict[int, str]:
+        """The answers that come in time."""
+        end, ranks = time.monotonic() + self._patience_s, list(range(self.world_size))
+        while time.monotonic() < end and not self._stopping.is_set():
+            if self._call(self._store.add, f"{key}/answers", 0) >= self.world_size:
+                break
+            self._stopping.wait(0.1)
+        else:
+            ranks = [rank for rank in ranks if self._call(self._store.check, [f"{key}/{rank}"])]
+        answers = self._call(self._store.multi_get, [f"{key}/{rank}" for rank in ranks]) if ranks else []
+        return {
+            rank: printable(answer.decode(errors="replace"))
+            for rank, answer in zip(ranks, answers, strict=True)
+        }
 
-    def _post(self, request: int) -> None:
-        place = self._failed_at or describe(list(_places_of_main_thread()))
-        self._store.set(f"{self._key(request)}/{self.rank}", place)
-        self._last_request_at = time.monotonic()
+    def _published(self, number: int) -> Answers | None:
+        """What the rank that made the request wrote down; None if it was lost before."""
+        key = f"{self._key(number)}/all"
+        try:
+            self._call(self._store.wait, [key], timedelta(seconds=self._patience_s + _ANSWER_S))
+            return Answers.from_json(json.loads(self._call(self._store.get, key)))
+        except dist.DistError:
+            return None
 
-    def _key(self, request: int | None = None) -> str:
-        return f"shardproof/stacks/{self._num_requests if request is None else request}"
+    def _call(self, function: Callable[..., Any], *args: Any) -> Any:
+        """A call to the store."""
+        self.num_calls += 1
+        self._call_began = time.monotonic()
+        result = function(*args)
+        self._call_began = None
+        return result
 
-
-def _places_of_main_thread() -> Iterator[Place]:
-    """The main thread's frames, the innermost first; autograd's where it is in a collective and the main one is not."""
-    frames = sys._current_frames()
-    main = threading.main_thread().ident
-    others = [frame for ident, frame in frames.items() if ident not in (main, threading.get_ident())]
-    stacks = [list(_walk(frames[main]))] if main in frames else []
-    stacks += [list(_walk(frame)) for frame in others]
-    return iter(next((stack for stack in stacks if _collective(stack)), stacks[0] if stacks else []))
-
-
-def _walk(frame: FrameType | None) -> Iterator[Place]:
-    while frame is not None:
-        yield frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name
-        frame = frame.f_back
-
-
-def _places_of_error(error: BaseException) -> Iterator[Place]:
-    """The frames in which an error was raised, the innermost first, and those that led to them."""
-    entries = [
-        (frame, line)
-        for frame, line in traceback.walk_tb(error.__traceback__)
-        if not frame.f_code.co_filename.endswith(_OWN_FILES)
-    ]
-    for frame, line in reversed(entries):
-        yield frame.f_code.co_filename, line, frame.f_code.co_name
-    if entries:
-        yield from _walk(entries[0][0].f_back)
-
-
-def _collective(places: list[Place]) -> str | None:
-    """The public torch.distributed function that the stack is in."""
-    for file, _, function in places:
-        if file.endswith("distributed_c10d.py") and not function.startswith("_"):
-            return function
-    return None
-
-
-def describe(places: list[Place]) -> str:
-    """`all_gather: gather_rows (dist/collectives.py:61) < agree (train/guard.py:70) < main (train.py:12)`."""
-    visible = [p for p in places if not p[0].startswith((_TORCH, "<")) and not p[0].endswith(_OWN_FILES)]
-    lines = [f"{name} ({'/'.join(Path(file).parts[-2:])}:{line})" for file, line, name in visible]
-    # The innermost lines tell which collective it is; the first line outside of any package, which call of the user.
-    outside = [
-        i for i, p in enumerate(visible) if not p[0].startswith(_PACKAGE) and "site-packages" not in p[0]
-    ]
-    shown = lines[:_MAX_LINES]
-    if outside and outside[0] >= _MAX_LINES:
-        shown = [*lines[: _MAX_LINES - 1], lines[outside[0]]]
-    return f"{_collective(places) or 'no collective'}: {' < '.join(shown) or 'unknown lines'}"
-
-
-def summarise(answers: dict[int, str], world_size: int) -> str:
-    """The answers in one line, with ranks at the same place grouped and ranks without an answer last."""
-    by_place: dict[str, list[int]] = {}
-    for rank in sorted(answers):
-        by_place.setdefault(answers[rank], []).append(rank)
-    parts = [f"{_ranks(ranks)} in {place}" for place, ranks in by_place.items()]
-    silent = [rank for rank in range(world_size) if rank not in answers]
-    if silent:
-        parts.append(f"{_ranks(silent)} did not answer: its process has died or is stuck outside Python")
-    return "; ".join(parts)
-
-
-def _ranks(ranks: list[int]) -> str:
-    listed = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-    return f"rank {listed}" if len(ranks) == 1 else f"ranks {listed}"
+    def _key(self, number: int | None = None) -> str:
+        return f"shardproof/stacks/{self._number if number is None else number}"

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from shardproof.config.schema import Recipe
 from shardproof.dist.collectives import exchange, together
+from shardproof.dist.deadline import deadline
 from shardproof.dist.launch import init_distributed
 from shardproof.findings import Finding
 from shardproof.model.compiling import is_compiled
@@ -30,6 +31,7 @@ from shardproof.rl.stopping import StopFlag, Stopped
 from shardproof.rl.updates import Update, step_metrics, update
 from shardproof.rollout.engine import Request, Sampling, events_of
 from shardproof.rollout.trajectory import Trajectory
+from shardproof.train.trainer import default_deadline
 from shardproof.user_code import is_user_name
 
 logger = logging.getLogger(__name__)
@@ -42,13 +44,16 @@ def train(recipe: Recipe, loggers: Sequence[Logger] = (), resume: Resume | None 
 
     Collective: every rank.
     """
-    init_distributed()
-    agree_on(recipe, options=resume)
+    seconds = recipe.train.deadline_s
+    init_distributed(timeout_s=seconds)
+    with deadline("start", seconds=seconds):
+        agree_on(recipe, options=resume)
     folder = RunFolder(recipe, resume)
     try:
-        with together("output"):
+        # Whatever a rank waits for in a run, a host that is lost ends all of them in this time.
+        with deadline("run", seconds=seconds):
             folder.claim()
-        metrics = _run(recipe, folder, loggers)
+            metrics = _run(recipe, folder, loggers)
         folder.end("finished")
         return metrics
     except BaseException as error:
@@ -84,8 +89,7 @@ def _train(run: Run, folder: RunFolder, stop: StopFlag, loggers: Sequence[Logger
         logger.info(
             "the first step takes longer: it compiles kernels, which are then cached on this machine ..."
         )
-    with together("output"):
-        folder.begin(run.prompts, run.held_out, step, loggers)
+    folder.begin(run.prompts, run.held_out, step, loggers)
     evaluations = _Evaluations(run, folder)
     if step == 0 and output.eval_every and (found := evaluations.after(step)):
         folder.log(step, found)
@@ -191,7 +195,16 @@ def _update(run: Run, experience: Experience) -> list[Update]:
         micro_batch_tokens=recipe.train.micro_batch_tokens,
         max_grad_norm=recipe.optimizer.max_grad_norm,
         max_consecutive_skips=recipe.train.max_consecutive_skips,
+        deadline_s=_step_seconds(run),
     )
+
+
+def _step_seconds(run: Run) -> float:
+    """How long a rank waits for the others in an update; the first one may compile, whatever the recipe says."""
+    seconds = run.recipe.train.deadline_s
+    if run.policy.num_steps == 0 and is_compiled(run.policy.model.model):
+        return max(seconds, default_deadline(run.policy.model))
+    return seconds
 
 
 def _sync(run: Run, step: int, folder: RunFolder) -> dict[str, float]:

@@ -155,7 +155,7 @@ def _load(
         buffer=_make_buffer(
             recipe, Means(sampler, sampling, inputs.prompts, rollout.group_size, share), stream
         ),
-        weights=WeightStream(policy, policy.settings.compute_dtype),
+        weights=WeightStream(policy, policy.settings.compute_dtype, deadline_s=train.deadline_s),
         prompts=inputs.prompts,
         held_out=inputs.held_out,
         stream=stream,

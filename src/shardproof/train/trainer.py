@@ -61,6 +61,7 @@ class Trainer:
         self.optimizer = optimizer
         self.scheduler = scheduler
         self.state = training_state(model)
+        self.num_steps = 0  # begun by this object
 
     def step(
         self,
@@ -83,7 +84,8 @@ class Trainer:
         """
         model, optimizer = self.model, self.optimizer
         settings = StepSettings(loss, micro_batch_tokens, max_grad_norm, temperature, router_coef)
-        seconds = deadline_s if deadline_s is not None else _default_deadline(model)
+        seconds = deadline_s if deadline_s is not None else default_deadline(model)
+        self.num_steps += 1
         with deadline("train_step", "T308", seconds, _groups(model)):
             work = prepare(model, batch, optimizer, settings)
             try:
@@ -198,7 +200,7 @@ def train_step(
     )
 
 
-def _default_deadline(policy: ShardedModel) -> float:
+def default_deadline(policy: ShardedModel) -> float:
     """The deadline where none is given; what is compiled is compiled in the first step."""
     plain = policy.device.type == "cpu" and not is_compiled(policy.model)
     return _DEADLINE_S["cpu" if plain else "cuda"]
