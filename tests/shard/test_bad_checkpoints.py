@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import struct
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,11 +17,13 @@ import shardproof as sp
 from shardproof.model.buffers import compute_buffers
 from shardproof.model.inventory import take_inventory
 from shardproof.model.skeleton import build_skeleton
+from shardproof.shard import copies
 from shardproof.shard.plan import plan_shards
 from shardproof.weights.reader import open_checkpoint
 from shardproof.weights.source import find_folder, read_config, resolve_folder
 from tests.models import make_checkpoint
 from tests.ranks import run_ranks, run_ranks_outcomes
+from tests.several_hosts import pretend_hosts
 
 pytestmark = [pytest.mark.distributed, pytest.mark.fault]
 
@@ -517,6 +520,61 @@ def test_rank_with_other_headers(checkpoint, tmp_path):
 def test_rank_with_other_content_under_the_same_headers(checkpoint, tmp_path):
     other = make_checkpoint(tmp_path, "llama", seed=1)
     assert_all_raise(run_ranks_outcomes(2, load_from, checkpoint, other), "L111", "rank 1", "checkpoints")
+
+
+def load_on_hosts(*folders):
+    with pretend_hosts("aab"):
+        sp.load(folders[dist.get_rank()], compute_dtype=torch.float32)
+
+
+def test_one_changed_byte_in_one_hosts_copy_is_found_and_named(checkpoint, tmp_path):
+    other = shutil.copytree(checkpoint, tmp_path / "other")
+    file = next(other.glob("*.safetensors"))
+    content = bytearray(file.read_bytes())
+    for at in (len(content) // 3, len(content) - 1):
+        content[at] ^= 1
+        file.write_bytes(content)
+        content[at] ^= 1
+        said = f"checkpoints differ in their bytes: {file.name} of host host-b (rank 2), compared with host host-a (ranks 0, 1)."
+        assert_all_raise(run_ranks_outcomes(3, load_on_hosts, checkpoint, checkpoint, other), "L111", said)
+
+
+def load_counting(*folders):
+    """How many blocks this rank took the digest of."""
+    counts, real = [], copies._sums
+
+    def counted(checkpoint, blocks):
+        counts.append(len(blocks))
+        return real(checkpoint, blocks)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(copies, "_sums", counted)
+        patch.setattr(copies, "_BLOCK", 2**12)
+        patch.setattr(copies, "_RANK_BYTES", 5 * 2**12)
+        load_from(*folders)
+    return counts
+
+
+def test_copies_are_compared_by_the_ranks_that_read_them_within_a_bound(checkpoint, copy):
+    assert run_ranks(3, load_counting, checkpoint, checkpoint, copy) == [[3], [2], [5]]
+    # One file that several ranks read, wherever its folder seems to lie, has nothing to be compared with.
+    link = copy.parent / "link"
+    link.symlink_to(copy)
+    assert run_ranks(2, load_counting, copy, link) == [[], []]
+
+
+def load_with_version(checkpoint):
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(sys.modules["transformers"], "__version__", "5.0.0")
+        load_from(checkpoint)
+
+
+def test_another_transformers_is_not_taken_for_another_checkpoint(checkpoint):
+    outcomes = run_ranks_outcomes(2, load_with_version, checkpoint)
+    assert_all_raise(
+        outcomes, "C003", "the same versions: transformers is 5.0.0 on rank 1, ", kind="ConfigError"
+    )
 
 
 def test_rank_with_another_config(checkpoint, copy):

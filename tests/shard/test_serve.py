@@ -10,11 +10,13 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 import shardproof as sp
+from shardproof.dist.hosts import Hosts
 from shardproof.shard import serve
 from shardproof.shard.staging import Staging
 from shardproof.weights.reader import Checkpoint
 from tests.models import make_checkpoint
 from tests.ranks import run_ranks, run_ranks_outcomes
+from tests.several_hosts import pretend_hosts
 from tests.shard.test_bad_checkpoints import assert_all_raise
 
 pytestmark = pytest.mark.distributed
@@ -128,8 +130,8 @@ def test_shards_that_are_filled_in_parts(checkpoints, family):
 
 def load_with_failing_server(folder, name, failing_ranks, bucket_bytes):
     """Rank 0 cannot read one tensor when it reads for `failing_ranks`."""
-    serving = [dist.get_rank()]
-    real_view, real_requests = Checkpoint.view, serve._buckets
+    serving, begun = [dist.get_rank()], [0]
+    real_view, real_buckets = Checkpoint.view, serve._buckets
 
     def view(self, wanted, box):
         if dist.get_rank() == 0 and wanted == name and serving[0] in failing_ranks:
@@ -137,8 +139,11 @@ def load_with_failing_server(folder, name, failing_ranks, bucket_bytes):
         return real_view(self, wanted, box)
 
     def buckets(requests, checkpoint):
-        serving[0] += 1  # rank 0 serves ranks 1, 2, ... in turn
-        return real_requests(requests, checkpoint)
+        begun[0] += 1
+        rank = begun[0]  # rank 0 begins to serve ranks 1, 2, ... in this order
+        for bucket in real_buckets(requests, checkpoint):
+            serving[0] = rank
+            yield bucket
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Checkpoint, "view", view)
@@ -208,3 +213,75 @@ def load_remote_code(folder):
 
 def test_code_of_a_repository_is_not_served(checkpoints):
     assert_all_raise(run_ranks_outcomes(2, load_remote_code, checkpoints["llama"]), "L108", "[1]")
+
+
+def load_served_on_hosts(folder, letters, readers, config_only):
+    """As `load_served`, with ranks on several hosts; other ranks have config and tokenizer alone, or nothing."""
+    mine = folder if dist.get_rank() in readers else config_only or NOWHERE
+    with pretend_hosts(letters):
+        policy = sp.load(mine, compute_dtype=torch.float32)
+        differing = differing_names(policy, folder)
+    return differing, policy.receipt.served_by
+
+
+@pytest.mark.parametrize("has_config", [True, False])
+def test_a_rank_is_served_on_its_own_host_and_else_by_readers_in_turn(checkpoints, tmp_path, has_config):
+    config_only = shutil.copytree(
+        checkpoints["llama"],
+        tmp_path / "config",
+        ignore=lambda _, names: [n for n in names if "safetensors" in n],
+    )
+    results = run_ranks(
+        5, load_served_on_hosts, checkpoints["llama"], "abacc", [0, 1], config_only if has_config else None
+    )
+    # Rank 2 shares its host with rank 0; ranks 3 and 4 have no reader on theirs.
+    assert results == [([], None), ([], None), ([], 0), ([], 1), ([], 0)]
+
+
+def test_servers_take_turns():
+    hosts = Hosts(("a", "b"), (0, 0, 1, 1, 1, 1))
+    assert serve.choose_servers([True, True, False, False, False, False], hosts) == {2: 0, 3: 1, 4: 0, 5: 1}
+    assert serve.choose_servers([True, False, True, False, False, True], hosts) == {1: 0, 3: 2, 4: 5}
+    assert serve.choose_servers([True] * 6, hosts) == {}
+
+
+def requests_received(folder):
+    """The numbers that came to this rank as requests, and the control bytes of the load."""
+    counts, real = [], serve.receive_bytes
+
+    def counted(rank, dtype):
+        counts.append((rank, dtype is torch.int64))
+        return real(rank, dtype)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(serve, "receive_bytes", counted)
+        sp.load(folder if dist.get_rank() == 1 else NOWHERE, compute_dtype=torch.float32)
+    return counts
+
+
+def test_requests_go_to_the_server_alone(checkpoints):
+    assert run_ranks(3, requests_received, checkpoints["llama"]) == [[], [(0, True), (2, True)], []]
+
+
+def load_watching_sends(folder):
+    """To whom this rank sends slices, one bucket after another."""
+    ranks, real = [], serve.send_bytes
+
+    def send(content, rank):
+        if content.dtype is torch.uint8:
+            ranks.append((rank, content.numel()))
+        real(content, rank)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(serve, "send_bytes", send)
+        patch.setattr(serve, "_BUCKET_BYTES", 8_000)
+        patch.setattr(serve, "_PART", 100)
+        policy = sp.load(folder if dist.get_rank() == 0 else NOWHERE, compute_dtype=torch.float32)
+        assert differing_names(policy, folder) == []
+    return ranks
+
+
+def test_a_server_sends_a_bucket_to_each_rank_in_turn(checkpoints):
+    sent = run_ranks(3, load_watching_sends, checkpoints["llama"])[0]
+    assert max(size for _, size in sent) <= 8_000
+    assert [rank for rank, _ in sent[:6]] == [1, 2, 1, 2, 1, 2]

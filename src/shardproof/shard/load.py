@@ -35,8 +35,8 @@ from shardproof.shard.local import LocalShard
 from shardproof.shard.materialise import Progress, check_tied_copies, materialise
 from shardproof.shard.memory import PeakMemory
 from shardproof.shard.plan import ShardPlan, plan_shards
-from shardproof.shard.resolve import agree, resolve_together
-from shardproof.shard.serve import ServedSource, exchange_requests, list_requests, serve
+from shardproof.shard.resolve import agree_on_settings, resolve_together
+from shardproof.shard.serve import ServedSource, list_requests, serve
 from shardproof.shard.settings import FSDP1, LoadSettings, parse_device
 from shardproof.shard.sharded_model import LoadReceipt, ShardedModel
 from shardproof.shard.staging import Staging
@@ -126,7 +126,7 @@ def _load(
     watch = _Stopwatch()
     with PeakMemory(settings.device) as memory:
         with watch.stage("source"):
-            agree("settings", "C003", "settings", settings.described())
+            agree_on_settings(settings.described())
             settings = settings.with_mesh()
             resolved, servers = resolve_together(source, settings.revision, settings.trust_remote_code)
         with watch.stage("skeleton"), together("skeleton"):
@@ -216,13 +216,12 @@ def _write(
     """
     source: SliceSource | None = checkpoint
     served: ServedSource | None = None
-    requests = {}
     if servers:
-        mine = list_requests(plan, shards) if dist.get_rank() in servers else None
-        requests = exchange_requests(mine)
-        if mine is not None:
-            assert checkpoint is not None
-            source = served = ServedSource(checkpoint, mine, servers[dist.get_rank()])
+        with together("materialise"):
+            if dist.get_rank() in servers:
+                assert checkpoint is not None
+                mine = list_requests(plan, shards)
+                source = served = ServedSource(checkpoint, mine, servers[dist.get_rank()])
     with together("materialise"):
         try:
             with _progress_bar(shards, progress) as advance:
@@ -233,9 +232,9 @@ def _write(
         finally:
             if served is not None:
                 served.drain()
-            elif requests:
+            elif servers:
                 assert checkpoint is not None
-                serve(checkpoint, requests, servers)
+                serve(checkpoint, servers)
     raise_together(result[0].findings(dist.get_rank()))
     return result
 

@@ -1,20 +1,23 @@
 """Slices for ranks that do not see the files: one reader sends what the others ask for, in bounded buckets.
 
 Reading one's own slices is the default, because then every byte moves once and no rank waits for another. Where only
-some node has the files, the ranks without them list the boxes they need; a rank that has them, on the same node if
-there is one, reads those boxes and sends them packed, checked by dtype and shape on arrival.
+some host has the files, a rank without them lists the boxes it needs to one rank that has them, on its own host if there
+is one. That rank reads the boxes and sends them packed; dtype and shape are checked on arrival. Lists and boxes travel
+between these two alone. A server holds one bucket at a time, and sends a bucket to each of its ranks in turn: none of
+them waits longer for its next slices than the others need for one bucket each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from math import prod
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from shardproof.dist.collectives import control_group, exchange
+from shardproof.dist.collectives import control_group
+from shardproof.dist.hosts import Hosts
 from shardproof.errors import fail
 from shardproof.shard.local import LocalShard
 from shardproof.shard.materialise import list_reads
@@ -27,17 +30,20 @@ from shardproof.weights.reader import Checkpoint
 
 _BUCKET_BYTES = 64 * 2**20
 _FAILED = -1
+_PART = 2**14  # numbers of a list of requests that are looked at together
 
 Request = tuple[str, Box]
 
 
-def choose_servers(presence: Sequence[Sequence[Any]]) -> dict[int, int]:
-    """{rank without files: rank that serves it}, from every rank's (host, has files)."""
-    readers = [rank for rank, (_, has_files) in enumerate(presence) if has_files]
-    servers = {}
-    for rank, (host, has_files) in enumerate(presence):
-        if not has_files:
-            servers[rank] = next((r for r in readers if presence[r][0] == host), readers[0])
+def choose_servers(has_files: Sequence[bool], hosts: Hosts) -> dict[int, int]:
+    """{rank without files: rank that serves it}: readers of its own host in turn, where it has none all readers in turn."""
+    readers = [rank for rank, has in enumerate(has_files) if has]
+    servers: dict[int, int] = {}
+    load = Counter(dict.fromkeys(readers, 0))
+    for rank in (rank for rank, has in enumerate(has_files) if not has):
+        near = [reader for reader in readers if hosts.of_rank[reader] == hosts.of_rank[rank]]
+        servers[rank] = min(near or readers, key=lambda reader: (load[reader], reader))
+        load[servers[rank]] += 1
     return servers
 
 
@@ -62,30 +68,74 @@ def list_requests(plan: ShardPlan, shards: Sequence[LocalShard]) -> list[Request
     return requests
 
 
-def exchange_requests(mine: list[Request] | None) -> dict[int, list[Request]]:
-    """{rank: its requests} for the ranks that need service. Collective: every rank."""
-    rows = exchange(mine)
-    return {
-        rank: [(name, tuple((a, b) for a, b in box)) for name, box in row]
-        for rank, row in enumerate(rows)
-        if row is not None
-    }
+def served_by(rank: int, servers: dict[int, int]) -> list[int]:
+    """The ranks that a rank serves, in their order."""
+    return sorted(each for each, server in servers.items() if server == rank)
 
 
-def serve(checkpoint: Checkpoint, requests: dict[int, list[Request]], servers: dict[int, int]) -> None:
-    """Send each rank that this one serves what it asked for. A failed read is announced, then raised at the end."""
-    group = control_group()
+def send_bytes(content: torch.Tensor, rank: int) -> None:
+    """Send a rank a tensor of one dimension, its length first."""
+    dist.send(torch.tensor([content.numel()]), rank, group=control_group())
+    if content.numel():
+        dist.send(content, rank, group=control_group())
+
+
+def receive_bytes(rank: int, dtype: torch.dtype) -> torch.Tensor:
+    """What a rank sends with `send_bytes`."""
+    length = torch.zeros(1, dtype=torch.int64)
+    dist.recv(length, rank, group=control_group())
+    content = torch.empty(int(length), dtype=dtype)
+    if content.numel():
+        dist.recv(content, rank, group=control_group())
+    return content
+
+
+def _pack(requests: list[Request], checkpoint: Checkpoint) -> torch.Tensor:
+    """Requests as numbers: which tensor, how many dimensions of a box, and the box."""
+    numbers = {name: number for number, name in enumerate(sorted(checkpoint.tensors))}
+    flat = [
+        each
+        for name, box in requests
+        for each in (numbers[name], len(box), *(bound for pair in box for bound in pair))
+    ]
+    return torch.tensor(flat, dtype=torch.int64)
+
+
+def _unpack(packed: torch.Tensor, checkpoint: Checkpoint) -> Iterator[Request]:
+    """The requests that were packed, a part at a time: as Python's numbers all of them would take ten times the memory."""
+    names, at = sorted(checkpoint.tensors), 0
+    while at < len(packed):
+        part = packed[at : at + _PART].tolist()
+        read = 0
+        while read + 2 <= len(part) and (end := read + 2 + 2 * part[read + 1]) <= len(part):
+            bounds = part[read + 2 : end]
+            yield names[part[read]], tuple(zip(bounds[::2], bounds[1::2], strict=True))
+            read = end
+        assert read, "a request has at most 32 dimensions"
+        at += read
+
+
+def serve(checkpoint: Checkpoint, servers: dict[int, int]) -> None:
+    """Send each rank that this one serves what it asks for. A failed read is announced, then raised at the end.
+
+    Memory: one bucket, and a packed list of requests per rank.
+    """
     failure: Exception | None = None
-    for rank in sorted(r for r in requests if servers[r] == dist.get_rank()):
-        try:
-            for bucket in _buckets(requests[rank], checkpoint):
-                payload = torch.cat([_raw(checkpoint, request) for request in bucket])
-                dist.send(torch.tensor([payload.numel()]), rank, group=group)
-                dist.send(payload, rank, group=group)
-        except Exception as error:
-            # The other ranks still wait for what they asked for.
-            dist.send(torch.tensor([_FAILED]), rank, group=group)
-            failure = failure or error
+    lists = {rank: receive_bytes(rank, torch.int64) for rank in served_by(dist.get_rank(), servers)}
+    waiting = {rank: _buckets(_unpack(packed, checkpoint), checkpoint) for rank, packed in lists.items()}
+    while waiting:
+        for rank, buckets in list(waiting.items()):
+            try:
+                bucket = next(buckets, None)
+                content = None if bucket is None else torch.cat([_raw(checkpoint, each) for each in bucket])
+            except Exception as error:
+                # It still waits for what it asked for, and so do the others.
+                dist.send(torch.tensor([_FAILED]), rank, group=control_group())
+                failure, content = failure or error, None
+            if content is None:
+                del waiting[rank]
+            else:
+                send_bytes(content, rank)
     if failure is not None:
         raise failure
 
@@ -102,7 +152,7 @@ def _nbytes(request: Request, checkpoint: Checkpoint) -> int:
     return (prod(b - a for a, b in box) if box else prod(entry.shape)) * entry.dtype.itemsize
 
 
-def _buckets(requests: list[Request], checkpoint: Checkpoint) -> Iterator[list[Request]]:
+def _buckets(requests: Iterable[Request], checkpoint: Checkpoint) -> Iterator[list[Request]]:
     bucket: list[Request] = []
     size = 0
     for request in requests:
@@ -141,6 +191,7 @@ class ServedSource:
 
     def _receive(self, requests: list[Request]) -> Iterator[tuple[Request, torch.Tensor]]:
         group = control_group()
+        send_bytes(_pack(requests, self._checkpoint), self._server)
         for bucket in _buckets(requests, self._checkpoint):
             sizes = [_nbytes(request, self._checkpoint) for request in bucket]
             announced = torch.zeros(1, dtype=torch.int64)
@@ -148,7 +199,8 @@ class ServedSource:
             if int(announced) != sum(sizes):
                 raise fail("L100", "serve", f"rank {self._server} could not read this rank's slices.")
             payload = torch.empty(sum(sizes), dtype=torch.uint8)
-            dist.recv(payload, self._server, group=group)
+            if payload.numel():
+                dist.recv(payload, self._server, group=group)
             at = 0
             for request, size in zip(bucket, sizes, strict=True):
                 # A slice is copied out so that any dtype can be viewed on it, aligned or not.

@@ -97,7 +97,7 @@ class Checkpoint:
     def view(self, name: str, box: Box) -> torch.Tensor:
         """A read-only view of `box` of a tensor, backed by the file."""
         entry = self.tensors[name]
-        raw = self._bytes(entry.file)[entry.start : entry.stop]
+        raw = self.file_bytes(entry.file)[entry.start : entry.stop]
         tensor = _as_dtype(raw, entry.dtype).view(entry.shape)
         for dim, (a, b) in enumerate(box):
             if b - a != entry.shape[dim]:
@@ -107,13 +107,14 @@ class Checkpoint:
     def raw(self, file: str) -> memoryview:
         """A file's bytes."""
         if file not in self._views:
-            self._views[file] = self._bytes(file).numpy().data
+            self._views[file] = self.file_bytes(file).numpy().data
         return self._views[file]
 
     def whole(self, name: str) -> torch.Tensor:
         return self.view(name, tuple((0, n) for n in self.tensors[name].shape))
 
-    def _bytes(self, file: str) -> torch.Tensor:
+    def file_bytes(self, file: str) -> torch.Tensor:
+        """A file's bytes as a tensor."""
         assert file in self._maps, "this rank has the headers only; its slices are served by another rank"
         return self._maps[file]
 
