@@ -73,7 +73,7 @@ class Program:
 
     def __init__(self, host: Host, command: Sequence[str], env: Mapping[str, str], log: Path, real: bool):
         self.host, self.command, self._log = host, tuple(command), log
-        log.touch()
+        log.write_bytes(b"")  # a host that was emptied begins to count again
         self._entering: subprocess.Popen[bytes] | Entered
         if command[0] == "shardproof" and not real:
             self._entering = _preloaded.start(host.init, command, env, host.folder, log)
