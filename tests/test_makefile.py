@@ -57,3 +57,20 @@ def test_the_hosts_stage_says_why_it_is_left_out(monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.setattr(shutil, "which", lambda tool: None if tool == "ip" else f"/usr/bin/{tool}")
     assert missing() == "hosts made of namespaces need iproute2: run `apt-get install iproute2`"
+
+
+def test_make_test_hosts_on_a_machine_without_the_tools(tmp_path):
+    """It ends well, so that `make test` goes on, and says what to install."""
+    for tool in ("make", "sh", "id"):
+        (tmp_path / tool).symlink_to(shutil.which(tool))
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+    command = ["make", "--no-print-directory", "-o", ".venv/.stamp", "test-hosts"]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, env={**env, "PATH": str(tmp_path)}
+    )
+    assert done.returncode == 0, done.stderr
+    if os.geteuid() == 0:
+        wanted = "need iproute2 and util-linux: run `apt-get install iproute2 util-linux`"
+    else:
+        wanted = "need root: run `sudo make test-hosts`"
+    assert done.stdout.splitlines()[-1] == f"make test-hosts: left out: hosts made of namespaces {wanted}"
