@@ -9,6 +9,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 import yaml
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from shardproof.cli import app
@@ -32,7 +33,8 @@ def check(document):
 
 def jobset_pods():
     """By host name: the pod of each host, with the variables of its container."""
-    (job,) = (jobset := documents(FOLDER / "jobset.yaml")[0])["spec"]["replicatedJobs"]
+    jobset = documents(FOLDER / "jobset.yaml")[0]
+    job = jobset["spec"]["replicatedJobs"][1]
     prefix, spec = f"{jobset['metadata']['name']}-{job['name']}-0", job["template"]["spec"]
     assert job["replicas"] == 1 and spec["completionMode"] == "Indexed"
     assert spec["parallelism"] == spec["completions"]
@@ -139,7 +141,20 @@ def test_every_pod_parses_its_command_and_the_hosts_meet_at_one_of_them(manifest
         assert options.nnodes == str(len(pods))
     (endpoint,) = {options.rdzv_endpoint for options in taken}
     name, _, port = endpoint.partition(":")
-    assert name.partition(".")[0] in pods and port == "29500"
+    meeting = "shardproof-meeting-0-0.shardproof" if manifest.name == "jobset.yaml" else "shardproof-master-0"
+    assert (name, port) == (meeting, "29500")
+
+
+def test_the_hosts_of_a_jobset_meet_apart_from_them_as_long_as_there_are_hosts(pod):
+    spec = documents(FOLDER / "jobset.yaml")[0]["spec"]
+    meeting, hosts = spec["replicatedJobs"]
+    assert spec["successPolicy"] == {"operator": "All", "targetReplicatedJobs": [hosts["name"]]}
+    words = pod(meeting["template"]["spec"]["template"], {})
+    name, *rest = words
+    params = get_command(app).commands[name].make_context(name, rest).params
+    assert name == "rendezvous" and params["rdzv_id"] == SECRET
+    endpoint = f"shardproof-{meeting['name']}-0-0.{spec['network']['subdomain']}:29500"
+    assert params["rdzv_endpoint"] == endpoint
 
 
 def test_a_network_policy_admits_the_pods_of_its_run_alone(manifest):
@@ -170,7 +185,7 @@ def test_pods_have_a_secret_shared_memory_and_time_to_save(manifest):
 
 def test_a_jobset_is_not_started_again_after_a_recipe_that_cannot_be_used():
     jobset = documents(FOLDER / "jobset.yaml")[0]["spec"]
-    spec = jobset["replicatedJobs"][0]["template"]["spec"]
+    spec = jobset["replicatedJobs"][1]["template"]["spec"]
     rules = {
         code: rule["action"]
         for rule in spec["podFailurePolicy"]["rules"]
