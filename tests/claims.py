@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from shardproof.files import LOCK_NAME, FolderLock
+from shardproof.folder_lock import LOCK_NAME, FolderLock
 
 
 def leave_claim(folder: Path) -> None:

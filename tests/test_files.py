@@ -16,15 +16,8 @@ import pytest
 from shardproof import files
 from shardproof.bounds import largest, require_number, within
 from shardproof.errors import ShardproofError
-from shardproof.files import (
-    LOCK_NAME,
-    FolderLock,
-    append_line,
-    claim_is_dead,
-    current_folder,
-    replace_folder,
-    write_atomic,
-)
+from shardproof.files import append_line, current_folder, replace_folder, write_atomic
+from shardproof.folder_lock import LOCK_NAME, FolderLock, claim_is_dead
 from shardproof.foreign import open_foreign, read_foreign, read_json
 from shardproof.text import printable
 
@@ -90,7 +83,7 @@ def test_a_replaced_folder_is_findable_at_every_instant(
 
 def test_a_folder_has_one_owner_and_a_dead_owner_is_none(tmp_path: Path) -> None:
     code = (
-        "import sys, time; from pathlib import Path; from shardproof.files import FolderLock\n"
+        "import sys, time; from pathlib import Path; from shardproof.folder_lock import FolderLock\n"
         "FolderLock(Path(sys.argv[1])).acquire('output'); print('held', flush=True); sys.stdin.read()"
     )
     holder = subprocess.Popen(
@@ -187,7 +180,7 @@ def test_a_terminal_is_not_told_what_to_do() -> None:
 def test_a_claim_is_dead_only_if_its_process_was_killed(tmp_path: Path) -> None:
     assert not claim_is_dead(tmp_path)  # nobody ever claimed it
     script = (
-        "import os, sys; from pathlib import Path; from shardproof.files import FolderLock, claim_is_dead\n"
+        "import os, sys; from pathlib import Path; from shardproof.folder_lock import FolderLock, claim_is_dead\n"
         "folder = Path(sys.argv[1]); lock = FolderLock(folder); lock.acquire('test')\n"
         "assert not claim_is_dead(folder)\n"
         "lock.release() if sys.argv[2] == 'release' else os.kill(os.getpid(), 9)"

@@ -1,4 +1,4 @@
-"""A run's own files and folders: written whole or not at all, and by one process at a time.
+"""A run's own files and folders: written whole or not at all.
 
 Everything that a run leaves on disk goes through this file. What is there is complete at every instant: a kill, a full
 disk or a lost machine leaves the old content or the new one, never a part of either.
@@ -9,27 +9,17 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import fcntl
 import json
 import os
-import re
 import secrets
 import shutil
-import socket
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from shardproof.errors import fail
-
-LOCK_NAME = ".lock"
 PARTIAL = ".partial-"  # being written
 REPLACED = ".replaced-"  # the old folder, between the two renames of a replacement
 REMOVED = ".removed-"  # being deleted
-# Number, then kernel, namespace and start time of the process that claimed a folder.
-_HOLDER = re.compile(r"process (\d+) on host [^\n]* since [^\n]*\n(\S+ \S+ \S+) \S+\n")
-_START_TIME = 19  # among the fields of /proc/PID/stat after the name
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 _UNSUPPORTED = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM}
 
@@ -121,93 +111,3 @@ def remove_folder(folder: Path) -> None:
     doomed = folder.with_name(f"{REMOVED}{folder.name.lstrip('.')}-{secrets.token_hex(4)}")
     os.rename(folder, doomed)
     shutil.rmtree(doomed, ignore_errors=True)
-
-
-def claim_is_dead(folder: Path) -> bool:
-    """Whether the last process that claimed a folder ended without giving it up; False where this host cannot tell.
-
-    It can tell of processes of its own kernel alone. Other hosts may have the same hostname.
-    """
-    path = folder / LOCK_NAME
-    try:
-        noted = _HOLDER.match(path.read_text(errors="replace"))
-        number, claimed = (int(noted[1]), noted[2].split(" ")) if noted else (0, [])
-        if not noted or claimed[0] != _kernel() or (claimed == _place_of(number)):
-            return False
-        # The process may live in a container that shows other numbers, or none: whoever lives still holds the lock.
-        with path.open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:  # no file, or a lock that is held
-        return False
-    return True
-
-
-def _kernel() -> str:
-    """What names the kernel of this host since it booted, also in containers; "" where the system does not say it."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
-
-
-def _place_of(pid: int) -> list[str]:
-    """What no two processes share, as this process sees one: kernel, namespace of process ids, and when it started."""
-    try:
-        # The name of the program, in parentheses, may contain anything; after it fields are numbers.
-        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-        return [_kernel(), os.readlink("/proc/self/ns/pid"), fields[_START_TIME]]
-    except OSError:  # there is no such process, or no /proc
-        return ["", "", ""]
-
-
-class FolderLock:
-    """This process's claim on a folder. It ends with `release`, or with the process however that ends."""
-
-    def __init__(self, folder: Path):
-        self._path = folder / LOCK_NAME
-        self._descriptor: int | None = None
-        self._noted = b""  # in the file, by this process
-
-    def acquire(self, stage: str) -> None:
-        """Claim the folder, or raise with the host and process that hold it."""
-        # A symbolic link of this name is not followed, so its target is not emptied.
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        descriptor = os.open(self._path, flags, 0o644)
-        try:
-            # The kernel drops the lock with its last holder, so a killed process leaves no lock behind.
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            holder, *_ = os.pread(descriptor, 1024, 0).decode(errors="replace").strip().split("\n")
-            os.close(descriptor)
-            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-                raise
-            message = f"{self._path.parent} is in use by {holder or 'another process'}."
-            raise fail("C006", stage, message, fix="wait for it, stop it, or use another folder") from None
-        since = time.strftime("%Y-%m-%d %H:%M:%S")
-        holder = f"process {os.getpid()} on host {socket.gethostname()} since {since}"
-        # The second line proves who it was; its last word is unique to this claim.
-        proof = " ".join([*_place_of(os.getpid()), secrets.token_hex(4)])
-        noted = f"{holder}\n{proof}\n".encode()
-        with contextlib.suppress(OSError):  # a full disk: the lock holds without its text
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, noted, 0)
-            self._noted = noted
-        self._descriptor = descriptor
-
-    def is_lost(self) -> bool:
-        """Whether the folder that was claimed is gone from its place, or another process has claimed a new one there."""
-        try:
-            return bool(self._noted) and self._path.read_bytes() != self._noted
-        except FileNotFoundError:
-            return True
-        except OSError:  # a disk that does not answer at the moment
-            return False
-
-    def release(self) -> None:
-        if self._descriptor is not None:
-            descriptor, self._descriptor = self._descriptor, None
-            with contextlib.suppress(OSError):
-                os.ftruncate(descriptor, 0)
-            # A child that was forked meanwhile would keep the lock if the file were only closed.
-            fcntl.flock(descriptor, fcntl.LOCK_UN)
-            os.close(descriptor)

@@ -20,7 +20,7 @@ from shardproof.checkpoints import folders
 from shardproof.checkpoints import save as checkpoint_save
 from shardproof.digest import digest
 from shardproof.errors import ShardproofError
-from shardproof.files import FolderLock
+from shardproof.folder_lock import FolderLock
 from tests.checkpoints.test_checkpoints import Run
 from tests.export.test_stream import collect, load, lora_config
 from tests.models import make_checkpoint

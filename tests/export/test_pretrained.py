@@ -18,7 +18,7 @@ from transformers import (
 )
 
 import shardproof as sp
-from shardproof.files import FolderLock
+from shardproof.folder_lock import FolderLock
 from shardproof.weights.writer import FileWriter
 from tests.export.test_stream import collect, differences, load, lora_config, read_folder, train
 from tests.models import make_checkpoint, tiny_config

@@ -71,4 +71,4 @@ def two_runs(recipe: str, place: str) -> str:
 def test_a_run_whose_folder_was_removed_does_not_write_into_the_next_ones(tmp_path: Path):
     recipe = small_recipe(tmp_path / "run")
     (said,) = run_ranks(1, two_runs, recipe, str(tmp_path / "run"))
-    assert "E408" in said and "was removed, moved or replaced" in said
+    assert "E408" in said and "was removed, moved or taken over" in said

@@ -74,7 +74,7 @@ def test_a_run_does_not_touch_its_own_model(tmp_path):
 def test_two_runs_do_not_share_a_folder(folder):
     """The folder is held by a process that is alive, then by one that was killed."""
     code = (
-        "import sys, time; from pathlib import Path; from shardproof.files import FolderLock\n"
+        "import sys, time; from pathlib import Path; from shardproof.folder_lock import FolderLock\n"
         "FolderLock(Path(sys.argv[1])).acquire('output'); print('held', flush=True); time.sleep(600)"
     )
     holder = subprocess.Popen([sys.executable, "-c", code, str(folder)], stdout=subprocess.PIPE, text=True)

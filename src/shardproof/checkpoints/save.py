@@ -49,13 +49,14 @@ from shardproof.checkpoints.save_group import share
 from shardproof.checkpoints.saver import saver_of
 from shardproof.checkpoints.snapshot import PendingSave, Snapshot, copy_to_host
 from shardproof.checkpoints.spread import DESCRIPTION, describe_hosts, folder_ids, mark_folder
-from shardproof.dist.collectives import broadcast, together
+from shardproof.dist.collectives import broadcast, gather, together
 from shardproof.dist.deadline import deadline
 from shardproof.dist.groups import timeout_of
-from shardproof.dist.shared_folder import check_seen, claim_folder, disk_errors
+from shardproof.dist.shared_folder import check_seen, disk_errors
 from shardproof.dist.sharing import Places, one_place
 from shardproof.errors import ShardproofError, fail
-from shardproof.files import PARTIAL, FolderLock, remove_folder, write_atomic
+from shardproof.files import PARTIAL, remove_folder, write_atomic
+from shardproof.folder_lock import FolderLock
 from shardproof.shard.local import LocalShard
 from shardproof.shard.sharded_model import ShardedModel
 
@@ -139,7 +140,7 @@ def _check_request(root: Path, extra: dict[str, Any], number: int, keep: int | N
 def _claim(root: Path, lock: FolderLock, places: Places) -> None:
     """Keep other saves out of the folder, and remove what interrupted ones left in it. One rank of each place."""
     with disk_errors("save", f"{root} cannot be written"):
-        claim_folder(lock, "save")
+        lock.acquire("save")
         try:
             clear_leftovers(root)
             if not places.are_shared:
@@ -152,7 +153,7 @@ def _claim(root: Path, lock: FolderLock, places: Places) -> None:
 class Written(NamedTuple):
     """What one rank wrote."""
 
-    part: dict[str, Any]  # of the index
+    part: dict[str, Any]  # of the index; rank 0 alone is told those of other ranks
     sums: list[Sum]
     folder: str  # the id of the folder that it wrote to, where hosts share none
 
@@ -229,9 +230,11 @@ class _Save:
                 snapshot.check(ranges)
         except Exception as error:  # of the disk, memory or the device: the others wait for what it says
             problem = error
+        rows = share(self.group, mine and mine[1:], problem)
+        parts = gather(mine.part if mine is not None else {}, self.group)  # only rank 0 writes the index
         return [
-            Written(part, [(name, size, crc) for name, size, crc in sums], folder)
-            for part, sums, folder in share(self.group, mine, problem)
+            Written(parts[rank] if parts else {}, [(name, size, crc) for name, size, crc in sums], folder)
+            for rank, (sums, folder) in enumerate(rows)
         ]
 
     def _write_mine(self, ranges: dict[str, LocalShard]) -> Written:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardproof.files import claim_is_dead
+from shardproof.folder_lock import claim_is_dead
 from shardproof.report.page import PAGE_NAME, write_report
 from shardproof.report.read import EVENTS_NAME, FACTS_NAME, METRICS_NAME
 from shardproof.text import duration, printable

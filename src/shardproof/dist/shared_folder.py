@@ -1,4 +1,4 @@
-"""A folder that several ranks write into: its lock, the codes of disk errors, and whether rank 0 sees every file."""
+"""A folder that several ranks write into: the codes of disk errors, and whether rank 0 sees every file."""
 
 from __future__ import annotations
 
@@ -13,10 +13,8 @@ import torch.distributed as dist
 
 from shardproof.dist.hosts import known_hosts
 from shardproof.errors import fail
-from shardproof.files import FolderLock
 
 _FULL = {errno.ENOSPC, errno.EDQUOT}
-_NO_LOCKS = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL}
 
 
 @contextlib.contextmanager
@@ -47,15 +45,6 @@ def on_host() -> str:
     """`host b: ` where there are several hosts, else nothing. Not a collective."""
     found = known_hosts()
     return f"host {found.name}: " if found is not None and found.num > 1 else ""
-
-
-def claim_folder(lock: FolderLock, stage: str) -> None:
-    """Take the lock, or raise an error that names its holder. A file system without locks is used without one."""
-    try:
-        lock.acquire(stage)
-    except OSError as error:
-        if error.errno not in _NO_LOCKS:
-            raise
 
 
 def check_seen(folder: Path, written: Iterable[tuple[int, str, int]], stage: str) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from shardproof.bounds import within
 from shardproof.errors import did_you_mean, fail
-from shardproof.files import claim_is_dead
+from shardproof.folder_lock import claim_is_dead
 
 METRICS_NAME, SAMPLES_NAME, EVENTS_NAME = "metrics.jsonl", "samples.jsonl", "events.jsonl"
 EARLIER_NAME = "events.superseded.jsonl"

@@ -19,12 +19,13 @@ from shardproof.rl.conversations.measures import NAME
 from shardproof.rl.drift import require_exact
 from shardproof.rl.evaluation import RunningEvaluation, evaluate
 from shardproof.rl.experience import Experience, collect
-from shardproof.rl.folder import RunFolder, resume_last, save, save_model
+from shardproof.rl.folder import RunFolder
 from shardproof.rl.handover import hand_over
 from shardproof.rl.loggers import Logger
 from shardproof.rl.proofs import prove_tokens, proving
 from shardproof.rl.same_run import Resume
 from shardproof.rl.samples import write_samples
+from shardproof.rl.saves import resume_last, save, save_model
 from shardproof.rl.setup import Run, set_up
 from shardproof.rl.sft import held_out_loss, sft_batch
 from shardproof.rl.stopping import StopFlag, Stopped
@@ -47,8 +48,8 @@ def train(recipe: Recipe, loggers: Sequence[Logger] = (), resume: Resume | None 
     seconds = recipe.train.deadline_s
     init_distributed(timeout_s=seconds)
     with deadline("start", seconds=seconds):
-        agree_on(recipe, options=resume)
-    folder = RunFolder(recipe, resume)
+        hosts = agree_on(recipe, resume)
+    folder = RunFolder(recipe, resume, hosts)
     try:
         # Whatever a rank waits for in a run, a host that is lost ends all of them in this time.
         with deadline("run", seconds=seconds):

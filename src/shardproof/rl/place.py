@@ -55,8 +55,18 @@ class State:
 
 def check_folder(recipe: Recipe, resume: Resume | None = None) -> State:
     """What the run's folder holds; raises if this recipe may not run there. Nothing is written."""
+    state = check_own(recipe, resume or Resume())
+    check_state(Path(recipe.output.folder), state, recipe, resume or Resume())
+    return state
+
+
+def check_own(recipe: Recipe, resume: Resume) -> State:
+    """What this host's folder holds; raises if it is another run's, or cannot be one's. Nothing is written.
+
+    The checkpoints that a run goes on from may be on other hosts; they are not looked for.
+    """
     try:
-        return _check_folder(recipe, resume or Resume())
+        return _check_own(recipe, resume)
     except ShardproofError:
         raise
     except (OSError, ValueError) as error:  # a name that no folder can have, or one that may not be looked at
@@ -65,7 +75,15 @@ def check_folder(recipe: Recipe, resume: Resume | None = None) -> State:
         raise fail("C007", "output", message, fix="use an output.folder that you can write to") from error
 
 
-def _check_folder(recipe: Recipe, resume: Resume) -> State:
+def check_state(folder: Path, state: State, recipe: Recipe, resume: Resume) -> None:
+    """Raise unless a run may go on from what its folder holds, or begin there."""
+    if resume.from_step:
+        _require_step(folder, state, resume.from_step)
+    if state.is_used and resume.from_step != 0:
+        _require_checkpoint(folder, state)
+
+
+def _check_own(recipe: Recipe, resume: Resume) -> State:
     check_resume(resume)
     if not recipe.output.folder.strip():
         raise fail("C001", "output", "output.folder is empty.", fix="use a separate folder for the run")
@@ -84,10 +102,7 @@ def _check_folder(recipe: Recipe, resume: Resume) -> State:
     state = read_state(folder)
     if state.settings is None:
         _require_empty(folder)
-    if resume.from_step:
-        _require_step(folder, state, resume.from_step)
     if state.is_used and resume.from_step != 0:
-        _require_checkpoint(folder, state)
         changes = changed_settings(state.settings or {}, recipe, with_sources=not state.digests)
         refuse_changes(folder, changes, resume)
     return state

@@ -7,18 +7,9 @@ import re
 import shutil
 from pathlib import Path
 
-from shardproof.dist.shared_folder import claim_folder
 from shardproof.errors import ShardproofError, fail
-from shardproof.files import (
-    LOCK_NAME,
-    PARTIAL,
-    REMOVED,
-    REPLACED,
-    FolderLock,
-    current_folder,
-    replace_folder,
-    sync_folder,
-)
+from shardproof.files import PARTIAL, REMOVED, REPLACED, current_folder, replace_folder, sync_folder
+from shardproof.folder_lock import LOCK_NAME, FolderLock
 from shardproof.foreign import open_foreign, parse_json
 from shardproof.weights.reader import INDEX_NAME, read_header
 from shardproof.weights.writer import WRITER
@@ -107,7 +98,7 @@ class ModelFolder:
         if self.target.is_dir():
             shutil.copymode(self.target, self.partial)
         self._lock = FolderLock(self.partial)
-        claim_folder(self._lock, STAGE)
+        self._lock.acquire(STAGE)
 
     def publish(self, files: set[str]) -> None:
         """Make the folder hold the new files, of which `files` are the weights, instead of the old. Rank 0 only."""

@@ -1,0 +1,156 @@
+"""What a run saves into its folder, and where it goes on: checkpoints of all it trains, and the final model."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardproof.checkpoints.folders import checkpoint_name
+from shardproof.checkpoints.resume import read_files, resume
+from shardproof.checkpoints.save import save_checkpoint
+from shardproof.dist.collectives import broadcast, together
+from shardproof.errors import ShardproofError, error_for
+from shardproof.export.pretrained import save_pretrained
+from shardproof.rl.buffer import Buffer
+from shardproof.rl.folder import RunFolder
+from shardproof.rl.hub import publish
+from shardproof.rl.place import ADAPTER, CHECKPOINTS, CRITIC, MODEL
+from shardproof.rl.proofs import proving
+from shardproof.rl.saved_rounds import FILE_PREFIX, buffer_files, describe_buffer, restore_buffer
+from shardproof.shard.sharded_model import ShardedModel
+from shardproof.train.trainer import Trainer
+
+logger = logging.getLogger(__name__)
+
+_DAMAGED = ("E407", "E409")
+
+
+def resume_last(folder: RunFolder, policy: Trainer, critic: Trainer | None, buffer: Buffer) -> int:
+    """Load the last checkpoint, or the one that was asked for; returns the number of steps taken.
+
+    Settings of optimizer and schedule stay the recipe's: what the user allowed to change takes effect, at once.
+
+    Collective: every rank.
+    """
+    chosen = folder.resume.from_step
+    found: Sequence[int] = broadcast(list(folder.steps) if chosen is None else [chosen] * bool(chosen))
+    if not found:
+        return 0
+    which = checkpoint_name(found[-1])
+    logger.info("resuming from the checkpoint of step %d ...", folder.step)
+    with proving(folder, folder.step, "resume") as proof, _naming_older(found):
+        extra = _resume(folder, CHECKPOINTS, policy, which)
+        proof.text = f"resumed from step {extra['step']}"
+    if critic is not None:
+        with proving(folder, folder.step, "resume", "critic") as proof, _naming_older(found):
+            _resume(folder, CRITIC, critic, checkpoint_name(extra["step"]))
+            proof.text = f"resumed from step {extra['step']}"
+    buffer.stream.position = extra["position"]
+    if "buffer" in extra:  # not in checkpoints of earlier versions
+        _resume_buffer(folder, buffer, extra, found)
+    return int(extra["step"])
+
+
+def _resume(folder: RunFolder, name: str, trained: Trainer, which: str) -> dict[str, Any]:
+    return resume(
+        folder.path / name,
+        trained.model,
+        trained.optimizer,
+        trained.scheduler,
+        which,
+        keep_settings=True,
+        places=folder.places,
+    )
+
+
+def _resume_buffer(folder: RunFolder, buffer: Buffer, extra: dict[str, Any], steps: Sequence[int]) -> None:
+    """Take over what was begun for later steps. Collective: every rank."""
+    with proving(folder, folder.step, "resume", "buffer") as proof, _naming_older(steps):
+        name = checkpoint_name(extra["step"])
+        files = read_files(folder.path / CHECKPOINTS, name, FILE_PREFIX, folder.places)
+        with together("resume"):
+            restore_buffer(buffer, extra["buffer"], files)
+        if buffer.rounds:
+            num = sum(len(each.known) for each in buffer.rounds)
+            proof.text = f"resumed with {num} trajectories that were begun for later steps"
+
+
+@contextmanager
+def _naming_older(steps: Sequence[int]) -> Iterator[None]:
+    """Name the older checkpoints that can be taken instead of one that is damaged."""
+    try:
+        yield
+    except ShardproofError as error:
+        older = ", ".join(map(str, reversed(steps[:-1])))
+        if not older or error.code not in _DAMAGED:
+            raise
+        fix = f"resume from an older checkpoint with --from STEP; available steps: {older}"
+        raise error_for([replace(finding, fix=fix) for finding in error.findings]) from error
+
+
+def save(folder: RunFolder, policy: Trainer, critic: Trainer | None, buffer: Buffer, step: int) -> None:
+    """Checkpoint everything. The policy's is written last: it is the one that says a step is complete.
+
+    Collective: every rank.
+    """
+    keep, name = folder.recipe.output.keep, checkpoint_name(step)
+    files: dict[str, bytes] = {}
+    if buffer.rounds:  # on every rank, or on none
+        with together("save"):
+            files = buffer_files(buffer)
+    logger.info("saving the checkpoint of step %d ...", step)
+    if critic is not None:
+        with proving(folder, step, "checkpoint", "critic", path=f"{CRITIC}/{name}") as proof:
+            save_checkpoint(
+                folder.path / CRITIC,
+                critic.model,
+                critic.optimizer,
+                critic.scheduler,
+                step=step,
+                keep=keep + 1,
+                places=folder.places,
+            )
+            proof.text = f"saved the critic after step {step}"
+    extra = {"step": step, "position": buffer.stream.position, "buffer": describe_buffer(buffer)}
+    with proving(folder, step, "checkpoint", path=f"{CHECKPOINTS}/{name}") as proof:
+        save_checkpoint(
+            folder.path / CHECKPOINTS,
+            policy.model,
+            policy.optimizer,
+            policy.scheduler,
+            extra,
+            step=step,
+            keep=keep,
+            files=files,
+            places=folder.places,
+        )
+        proof.text = f"saved the policy after step {step}"
+
+
+def save_model(folder: RunFolder, policy: ShardedModel, step: int) -> None:
+    """Write the final model, and a LoRA run's adapter beside it, once a run is complete; upload it if that is asked for.
+
+    Collective: every rank. Rank 0 alone uploads.
+    """
+    name = folder.recipe.output.model_dtype
+    dtype = "checkpoint" if name is None else getattr(torch, name)
+    receipts = {}
+    for place in (MODEL, ADAPTER) if policy.has_lora else (MODEL,):
+        logger.info("writing the %s to %s ...", place, folder.path / place)
+        is_model = place == MODEL
+        with proving(folder, step, "export", path=place) as proof:
+            target = folder.path / place
+            receipts[place] = save_pretrained(
+                policy, target, dtype if is_model else None, merge_lora=is_model
+            )
+            proof.take(receipts[place])
+    problem = publish(folder.path, folder.recipe, receipts) if dist.get_rank() == 0 else None
+    if problem is not None:
+        logger.warning("%s", problem)
+        folder.note(step, "publish", problem)
