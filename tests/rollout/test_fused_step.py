@@ -199,6 +199,27 @@ def test_what_is_compared_before_it_is_used(plain_kernels, monkeypatch, family, 
     assert memory.pool.num_free == before[0] and torch.equal(memory.slots.state, before[1])
 
 
+@pytest.mark.parametrize("free", [8, 33, 160])
+def test_rows_that_are_exchanged_are_noticed_in_any_memory(plain_kernels, monkeypatch, free):
+    model = make_model("qwen3", initializer_range=0.1, max_position_embeddings=512)
+    memory = memory_for(model, 32)
+    held = memory.pool.take(memory.pool.num_free - free)
+    assert held is not None
+    with torch.no_grad():
+        truth = find_truth(model, CPU)
+    kernels = sys.modules["shardproof.rollout.kernels"]
+    project = kernels.project
+
+    def compare() -> str | None:
+        with torch.no_grad():
+            step = FusedStep(model, memory.cache, memory.slots.tables.shape[1])
+            return compare_step(lambda: step(memory.slots, memory.logits), 32, memory, truth, False)
+
+    assert compare() is None and memory.pool.num_free == free
+    monkeypatch.setattr(kernels, "project", lambda *args: project(*args).roll(1, 1))
+    assert "differ" in str(compare())
+
+
 def test_experts_that_fail_leave_the_model_as_it_was(plain_kernels):
     def fail(module, *args):
         raise RuntimeError("no such instruction")

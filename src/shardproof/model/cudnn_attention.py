@@ -25,6 +25,9 @@ _MIN_BACKEND = 90600  # from this version on, sequences may be empty
 _MAX_WIDTH = 128  # of a head, in the backward pass
 _MIN_TOKENS = 1024  # for which a plan is built
 _MAX_ELEMENTS = 2**31 - 1  # that offsets of 32 bits reach
+_SEQUENCE_STRIDE = (
+    2**31 - 2**6
+)  # offsets say where sequences begin; cuDNN wants a stride that is a multiple of 16 bytes
 _MAX_ERROR = 0.02  # on average, in shares of the average: rounding to 16 bits gives about 0.005
 _Q, _K, _V, _O, _STATS, _GRAD_O, _GRAD_Q, _GRAD_K, _GRAD_V, _AT_Q, _AT_K, _AT_STATS, _LENGTHS = range(1, 14)
 
@@ -121,7 +124,7 @@ class _Plan:
         heads = bucket.key_heads if is_key else bucket.heads
         width = 1 if uid == _STATS else bucket.width
         tensor.set_uid(uid).set_dim([bucket.sequences, heads, bucket.longest, width])
-        tensor.set_stride([_MAX_ELEMENTS, width, heads * width, 1])
+        tensor.set_stride([_SEQUENCE_STRIDE, width, heads * width, 1])
         tensor.set_ragged_offset(at[_AT_STATS if uid == _STATS else _AT_K if is_key else _AT_Q])
         return tensor
 

@@ -117,16 +117,19 @@ class _Stage:
         self._rows = rows
         self._held: list[list[int]] = []
         self.prompts: list[int] = []  # those for which there is room
-        for number, (length, states) in enumerate(zip(truth.lengths, truth.states, strict=True)):
-            # With room for one row that writes to blocks of its own.
-            if memory.pool.num_free < blocks_for(length) + 2:
-                continue
-            blocks = memory.pool.take(blocks_for(length)) or []
-            memory.cache.put(blocks, 0, states)
-            self._held.append(blocks)
-            self.prompts.append(number)
+        free = memory.pool.num_free
+        for pair in range(0, len(truth.lengths), 2):  # a short and a long one
+            need = sum(blocks_for(length) for length in truth.lengths[pair : pair + 2])
+            # The rest is for rows that write to blocks of their own: rows with one prompt could be exchanged unseen.
+            if memory.pool.num_free - need < (free // 2 if self.prompts else 4):
+                break
+            for number in (pair, pair + 1):
+                blocks = memory.pool.take(blocks_for(truth.lengths[number])) or []
+                memory.cache.put(blocks, 0, truth.states[number])
+                self._held.append(blocks)
+                self.prompts.append(number)
         if not self.prompts:
-            raise RuntimeError("there are no free blocks in which steps could be compared")
+            raise RuntimeError("there are too few free blocks to compare steps in")
         device = memory.slots.state.device
         self._lengths = torch.tensor(truth.lengths, device=device)
 
@@ -135,6 +138,8 @@ class _Stage:
         shift = turn * (self._rows if self._rows < len(self.prompts) else 7)
         # Rows for which there are no blocks share those of others, which read and write the same.
         apart = min(self._rows, self._memory.pool.num_free // 2)
+        if 2 < apart < self._rows:
+            apart -= 1 - apart % 2  # odd: rows 16, 32 or 64 apart differ
         chosen = [(row % apart + shift) % len(self.prompts) for row in range(self._rows)]
         own = [self._memory.pool.take(2) or [] for _ in range(apart)]
         tables = np.zeros(self._memory.slots.tables.shape, np.int32)
