@@ -25,6 +25,7 @@ _RUN = [
     ),
     ("3", "a finding stopped the run; [faults](faults.md) explains its code"),
     ("129, 130, 143", "stopped by SIGHUP, Ctrl-C or SIGTERM, and saved; rerun the same command to resume"),
+    ("138", "stopped by SIGUSR1, a scheduler's warning before the time limit, and saved; the same"),
     ("other", "a rank died; rerun the same command to resume from the last checkpoint"),
 ]
 _COUNT = [
@@ -44,6 +45,7 @@ shardproof train recipes/gsm8k_grpo.toml output.folder=runs/mine --from 100 --al
 shardproof doctor Qwen/Qwen3-0.6B --ranks 2
 shardproof doctor Qwen/Qwen3-0.6B --strategy fsdp1 --sequence-parallel 2 --html doctor.html""",
     "estimate": "shardproof estimate Qwen/Qwen3-0.6B --ranks 8",
+    "rendezvous": "shardproof rendezvous --rdzv-endpoint login:29500",
     "demo": "shardproof demo",
     "recipes": "shardproof recipes my-recipes",
     "report": """\

@@ -28,7 +28,7 @@ ADAPTERS = {
 # Private names of libraries that single files use beside the adapters.
 SMALL_USES = {
     "dist/messages.py": {"_device_types"},
-    "dist/deadline.py": {"_device_types", "_get_backend", "_set_pg_timeout", "_timeout"},
+    "dist/groups.py": {"_device_types", "_get_backend", "_set_pg_timeout", "_timeout"},
     "dist/stacks.py": {"_get_default_store"},
     "model/buffers.py": {"_non_persistent_buffers_set"},
     "model/compiling.py": {"_dynamo"},

@@ -10,7 +10,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from shardproof.dist.launch import init_distributed, shut_down, start_ranks
+from shardproof.dist.launch import init_distributed, shut_down
+from shardproof.dist.start import Together, start_ranks
 
 
 def echo(text: str) -> tuple[str, str, str]:
@@ -51,7 +52,9 @@ def _threads() -> list[str]:
 
 def main() -> None:
     name, args, settings = json.loads(sys.argv[1])
-    found: dict[int, Any] = start_ranks(globals()[name], *args, **settings)
+    num_ranks = settings.pop("num_ranks")
+    together = Together(**settings)
+    found: dict[int, Any] = start_ranks(globals()[name], *args, num_ranks=num_ranks, together=together)
     print(json.dumps(found))
 
 

@@ -3,28 +3,19 @@
 import datetime
 import json
 import os
-import pickle
+import resource
 import socket
 import subprocess
 import sys
-import threading
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.elastic.rendezvous import (
-    RendezvousConnectionError,
-    RendezvousParameters,
-    RendezvousStateError,
-)
-from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
-from shardproof.dist import agent, stacks
-from shardproof.dist.agent import OneNode, SignedBackend, derive
 from shardproof.dist.collectives import control_group, exchange
 from shardproof.dist.deadline import deadline
-from shardproof.dist.launch import node_range, start_ranks
+from shardproof.dist.launch import raise_file_limit
+from shardproof.dist.start import Together, node_range, start_ranks
 from shardproof.errors import ConfigError
 from shardproof.findings import CODES
 from tests.ranks import run_ranks
@@ -52,127 +43,68 @@ def test_ranks_get_their_arguments_make_groups_and_leave_no_thread_behind(tmp_pa
     assert [json.loads((tmp_path / f"rank-{rank}").read_text()) for rank in range(2)] == [[], []]
 
 
-def test_nodes_that_share_a_secret_meet():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        endpoint = f"localhost:{probe.getsockname()[1]}"
+def test_hosts_that_share_a_secret_meet():
+    endpoint = free_endpoint()
     nodes = [
-        begin("echo", "hello", num_ranks=1, nnodes="2", rdzv_endpoint=endpoint, rdzv_id=SECRET)
-        for _ in range(2)
+        begin("echo", "hello", num_ranks=1, nnodes="2", endpoint=endpoint, secret=SECRET) for _ in range(2)
     ]
     said = "this node accepts connections from other machines"
     found = results(nodes[0], said) | results(nodes[1], said)
     assert found == {"0": ["0", "2", "hello"], "1": ["1", "2", "hello"]}
 
 
-class Bomb:
-    """What a stranger would like to have unpickled."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.path),)
-
-
-def make_handler(store, secret, sign=True):
-    run_id, key = derive(secret)
-    params = RendezvousParameters("c10d", "localhost", run_id, min_nodes=1, max_nodes=1, join_timeout="5")
-    backend = C10dRendezvousBackend(store, run_id)
-    return create_handler(store, SignedBackend(backend, key) if sign else backend, params)
-
-
-@pytest.mark.parametrize("signed_by", [None, "another secret of some length"])
-def test_what_a_stranger_wrote_is_never_unpickled(tmp_path, signed_by):
-    store, bomb = dist.HashStore(), pickle.dumps(Bomb(tmp_path / "exploded"))
-    stranger = C10dRendezvousBackend(store, derive(SECRET)[0])  # keys can be listed by anyone
-    (stranger if signed_by is None else SignedBackend(stranger, derive(signed_by)[1])).set_state(bomb)
-    with pytest.raises(RendezvousStateError, match="not signed with this run's --rdzv-id"):
-        make_handler(store, SECRET).next_rendezvous()
-    assert not (tmp_path / "exploded").exists()
-
-
-def test_torch_alone_does_unpickle_it(tmp_path):
-    """If this fails, torch has mended it, and the signatures may go."""
-    store = dist.HashStore()
-    C10dRendezvousBackend(store, derive(SECRET)[0]).set_state(pickle.dumps(Bomb(tmp_path / "exploded")))
-    with pytest.raises(AttributeError):
-        make_handler(store, SECRET, sign=False).next_rendezvous()
-    assert (tmp_path / "exploded").exists()
-
-
-def test_a_signed_state_comes_back():
-    store, (run_id, key) = dist.HashStore(), derive(SECRET)
-    nodes = [SignedBackend(C10dRendezvousBackend(store, run_id), key) for _ in range(2)]
-    assert nodes[0].get_state() is None
-    state, token, has_set = nodes[0].set_state(b"first")
-    assert (state, has_set) == (b"first", True) and nodes[1].get_state() == (b"first", token)
-    assert nodes[1].set_state(b"late")[0::2] == (b"first", False), "somebody was faster"
-    assert nodes[1].set_state(b"second", token)[0::2] == (b"second", True)
-    assert SECRET not in run_id and SECRET.encode() not in store.get(f"torch.rendezvous.{run_id}")
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({}, "a run on several nodes needs --rdzv-endpoint"),
-        ({"rdzv_endpoint": "node0:29500"}, "a run on several nodes needs --rdzv-id, a secret of at least 16"),
-        ({"rdzv_endpoint": "node0:29500", "rdzv_id": "mine"}, "a run on several nodes needs --rdzv-id"),
-        ({"rdzv_endpoint": "node0:port", "rdzv_id": SECRET}, "--rdzv-endpoint 'node0:port': The port number"),
+        ({}, "a run on several hosts needs --rdzv-endpoint"),
+        ({"endpoint": "node0:29500"}, "a run on several hosts needs --rdzv-id, a secret of at least 16"),
+        ({"endpoint": "node0:29500", "secret": "mine"}, "a run on several hosts needs --rdzv-id"),
+        (
+            {"endpoint": "node0:port", "secret": SECRET},
+            "--rdzv-endpoint 'node0:port' is not a host and a port",
+        ),
+        ({"endpoint": "node0", "secret": SECRET}, "--rdzv-endpoint 'node0' is not a host and a port"),
+        (
+            {"endpoint": "node0:29500", "secret": SECRET, "local_addr": "192.0.2.77"},
+            "--local-addr '192.0.2.77' is not an address of this host",
+        ),
         ({"nnodes": "two"}, "--nnodes 'two' is neither"),
         ({"nnodes": "4:2"}, "--nnodes '4:2' is neither"),
         ({"nnodes": "0"}, "--nnodes '0' is neither"),
     ],
 )
-def test_nodes_that_cannot_meet_are_told_so(settings, message):
+def test_hosts_that_cannot_meet_are_told_so(settings, message):
     with pytest.raises(ConfigError, match=message) as caught:
-        start_ranks(print, num_ranks=1, **{"nnodes": "2", **settings})
+        start_ranks(print, num_ranks=1, together=Together(**{"nnodes": "2", **settings}))
     assert CODES["C001"][1] not in str(caught.value), "it says what to do about this very option"
 
 
-class Alone(OneNode):
-    """A node that cannot reach the others."""
+def free_endpoint():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
 
-    def next_rendezvous(self):
-        raise RendezvousConnectionError("The connection to the C10d store has failed.")
 
-
-def test_nodes_that_do_not_meet_are_told_so(monkeypatch):
-    monkeypatch.setattr(agent, "several_nodes", lambda *_: Alone("a run"))
+def test_a_host_that_finds_nobody_is_told_so(caplog):
+    together = Together("2", free_endpoint(), SECRET, timeout_s=0.3)
     with pytest.raises(
-        ConfigError, match=r"C002 launch: the nodes could not connect: The connection to .* failed"
+        ConfigError, match=r"C002 launch: 1 of 2 hosts were there after 0.3 s: host .*\(127.0.0.1\)"
     ):
-        start_ranks(print, num_ranks=1, nnodes="2", rdzv_endpoint="node0:29500", rdzv_id=SECRET)
+        start_ranks(print, num_ranks=1, together=together)
 
 
 def test_a_range_of_nodes():
     assert node_range("2") == (2, 2) and node_range("1:4") == (1, 4)
 
 
-def watch_a_store_that_is_gone():
-    """Start the thread that answers requests for stacks where no new connection to the store can be made."""
-    asked = threading.Event()
-    released = threading.Event()
-
-    class Gone:
-        def clone(self):
-            asked.set()
-            assert released.wait(20), "nobody went on"
-
-    stacks.stop()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stacks, "_get_default_store", Gone)
-        stacks.start()
-        assert asked.wait(20)
-        watch = stacks.current()
-        places = watch.report(RuntimeError("connection closed by peer"))
-        released.set()
-        stacks.stop()
-    return list(places), watch.is_alive()
-
-
-def test_a_store_that_is_gone_stops_no_rank():
-    assert run_ranks(2, watch_a_store_that_is_gone) == [([0], False), ([1], False)]
+def test_the_limit_of_open_files_is_raised():
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[1]))
+        raise_file_limit()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= min(before[1], 65536)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def timeouts_beside_a_group_without_cpu(folder):

@@ -21,6 +21,7 @@ from shardproof.cli.explain import explain  # noqa: E402
 from shardproof.cli.publish import push, verify  # noqa: E402
 from shardproof.cli.receive import receive  # noqa: E402
 from shardproof.cli.recipes import recipes  # noqa: E402
+from shardproof.cli.rendezvous import rendezvous  # noqa: E402
 from shardproof.cli.train import train  # noqa: E402
 from shardproof.doctor.commands import CountingCommand, doctor  # noqa: E402
 from shardproof.doctor.estimate import estimate  # noqa: E402
@@ -29,6 +30,7 @@ from shardproof.text import sanitise_logging  # noqa: E402
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 app.command()(train)
+app.command()(rendezvous)
 app.command()(demo)
 app.command()(recipes)
 app.command()(report)

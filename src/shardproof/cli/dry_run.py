@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 def dry_run(recipe: Recipe, options: Options, terminal: Terminal) -> None:
     """Show what would start, then everything that would stop it, then the verdict. Nothing is written."""
-    from shardproof.dist.launch import node_range
+    from shardproof.dist.start import node_range
     from shardproof.rl.checks import check_inputs, check_model, describe_ahead
     from shardproof.rl.place import check_content, check_folder
     from shardproof.rl.same_run import Resume

@@ -62,16 +62,15 @@ def with_scheduler(options: Options, nnodes: str | None) -> Options:
     """The options, completed by what the scheduler's variables say where the user says nothing."""
     from shardproof.dist.schedulers import find_places
 
-    if nnodes is not None or is_rank() or options.on is not None:
+    if nnodes == "1" or is_rank() or options.on is not None:
         return replace(options, nnodes=nnodes or "1")
     places = find_places(os.environ)
-    if places.warning:
+    if places.warning and nnodes is None:
         logger.warning("%s", places.warning)
-    if places.nnodes not in (None, "1"):
-        endpoint = options.rdzv_endpoint or places.endpoint
-        logger.info("%s gives this run %s hosts, which meet at %s", places.said_by, places.nnodes, endpoint)
-        return replace(options, nnodes=places.nnodes, rdzv_endpoint=endpoint)
-    return options
+    asked, endpoint = nnodes or places.nnodes or "1", options.rdzv_endpoint or places.endpoint
+    if places.said_by and asked != "1":
+        logger.info("%s: this run has %s hosts, which meet at %s", places.said_by, asked, endpoint)
+    return replace(options, nnodes=asked, rdzv_endpoint=endpoint)
 
 
 def exit_code_of(error: ShardproofError) -> int:

@@ -34,7 +34,11 @@ def launch(recipe: Recipe, options: Options, terminal: Terminal) -> None:
     part = Part.begin(recipe, options.from_step)
     logger.info("starting %d rank%s ...", num_ranks, "s" * (num_ranks > 1))
     terminal.pause()  # rank 0 draws from here on
-    code = start_and_wait(recipe, options, num_ranks, run_rank)
+    try:
+        code = start_and_wait(recipe, options, num_ranks, run_rank)
+    except ShardproofError as error:  # the hosts could not meet, or lost one another
+        terminal.show(str(error))
+        code = exit_code_of(error)
     show_footer(part, code, terminal)
     if code:
         raise SystemExit(code)
@@ -68,9 +72,11 @@ def start_and_wait(
         return _SIGNALLED + signal.SIGINT
     except RankFailed as error:
         if not error.was_shown:
-            who = f"rank {error.rank}" if error.rank is not None else f"a rank on host {error.host}"
-            logger.error("%s failed with %s", who, error)
-        return error.exit_code
+            if error.rank is not None:
+                logger.error("rank %d failed with %s", error.rank, error)
+            else:
+                logger.error("host %s: %s", error.host, error.message)
+        return error.code
     return 0
 
 

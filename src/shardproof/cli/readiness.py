@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardproof.cli.options import Options
+from shardproof.cli.options import Options, is_rank
 from shardproof.errors import error_for
 from shardproof.text import printable
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 def look_ahead(recipe: Recipe, options: Options) -> list[Finding]:
     """Everything that would stop a start on this machine. Nothing is written."""
-    from shardproof.dist.launch import node_range
+    from shardproof.dist.start import node_range
     from shardproof.rl import preflight
     from shardproof.rl.same_run import Resume
 
     num_ranks, num_nodes = count_ranks(recipe), node_range(options.nnodes)[1]
-    if "RANK" in os.environ:  # torchrun has decided
+    if is_rank():  # torchrun has decided
         num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         num_nodes = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
     resume = Resume(options.allow, options.from_step)

@@ -10,6 +10,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shardproof import __version__
+from shardproof.cli.host_options import (
+    HostWait,
+    LocalAddr,
+    LostAfter,
+    MaxRestarts,
+    Nnodes,
+    RdzvEndpoint,
+    RdzvId,
+    RdzvTimeout,
+)
 from shardproof.cli.options import Options, exit_code_of, is_rank, with_scheduler
 from shardproof.errors import ShardproofError, choose
 from shardproof.terminal import Terminal, attached
@@ -42,40 +52,14 @@ def train(
             "--from", help="resume from this step's checkpoint instead of the newest; 0 starts over"
         ),
     ] = None,
-    nnodes: Annotated[
-        str | None,
-        typer.Option(
-            help="number of hosts, or a range such as 1:4; 1, or what the scheduler says",
-            envvar="SHARDPROOF_NNODES",
-        ),
-    ] = None,
-    rdzv_endpoint: Annotated[
-        str | None,
-        typer.Option(help="HOST:PORT where several hosts meet", envvar="SHARDPROOF_RDZV_ENDPOINT"),
-    ] = None,
-    rdzv_id: Annotated[
-        str | None,
-        typer.Option(help="shared secret of the run, for several hosts", envvar="SHARDPROOF_RDZV_ID"),
-    ] = None,
-    local_addr: Annotated[
-        str | None,
-        typer.Option(help="this host's own address; default: the one that reaches the endpoint"),
-    ] = None,
-    max_restarts: Annotated[
-        int, typer.Option(min=0, help="how many times to restart after a rank or a host was lost")
-    ] = 0,
-    lost_after: Annotated[
-        float, typer.Option(min=5, help="seconds without a sign of life after which a host is lost")
-    ] = 30.0,
-    host_wait: Annotated[
-        float,
-        typer.Option(
-            min=0, help="seconds to wait for more hosts, once there are enough for --nnodes MIN:MAX"
-        ),
-    ] = 30.0,
-    rdzv_timeout: Annotated[
-        float, typer.Option(min=1, help="seconds to wait for enough hosts, at the start and after a loss")
-    ] = 600.0,
+    nnodes: Nnodes = None,
+    rdzv_endpoint: RdzvEndpoint = None,
+    rdzv_id: RdzvId = None,
+    local_addr: LocalAddr = None,
+    max_restarts: MaxRestarts = 0,
+    lost_after: LostAfter = 30.0,
+    host_wait: HostWait = 30.0,
+    rdzv_timeout: RdzvTimeout = 600.0,
     on: Annotated[
         str | None,
         typer.Option(
@@ -87,20 +71,10 @@ def train(
     ] = False,
 ) -> None:
     """Train a model from a recipe. Rerun the same command to resume."""
-    options = Options(
-        tuple(allow or ()),
-        from_step,
-        rdzv_endpoint=rdzv_endpoint,
-        rdzv_id=rdzv_id,
-        max_restarts=max_restarts,
-        quiet=quiet,
-        on=on,
-        local_addr=local_addr,
-        lost_after_s=lost_after,
-        host_wait_s=host_wait,
-        rdzv_timeout_s=rdzv_timeout,
-    )
-    with attached(quiet, rank=int(os.environ.get("RANK", "0"))) as terminal:
+    hosts = (rdzv_endpoint, rdzv_id, max_restarts)
+    waits = (lost_after, host_wait, rdzv_timeout)
+    options = Options(tuple(allow or ()), from_step, "1", *hosts, quiet, on, local_addr, *waits)
+    with attached(quiet, rank=int(os.environ["RANK"]) if is_rank() else 0) as terminal:
         try:
             if on is not None:
                 choose("train", "--on", on, ["ray"])

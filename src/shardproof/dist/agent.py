@@ -1,207 +1,363 @@
-"""torch's elastic agent as this project runs it: nodes authenticate each other, and a stop is not a failure.
-
-One node needs no rendezvous, so nothing listens. Several nodes use torch's rendezvous, whose state is pickled in a store
-that anyone on the network can write to. Here every state is signed with the run's secret, and unsigned state is never
-unpickled.
-"""
+"""The agent of one host: starts its ranks when the hosts have met, and ends or restarts them with those of all hosts."""
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import hmac
+import json
 import logging
-import multiprocessing
 import os
 import signal
-import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-from torch.distributed.elastic.rendezvous import (
-    RendezvousHandler,
-    RendezvousInfo,
-    RendezvousParameters,
-    RendezvousStateError,
-    RendezvousStoreInfo,
+from shardproof.dist import addresses, news
+from shardproof.dist.attendance import Attendance
+from shardproof.dist.interface import interface_variables
+from shardproof.dist.launch import STORE_FOLDER
+from shardproof.dist.meeting import (
+    DONE,
+    ENDED,
+    FAILED,
+    GATHERING,
+    JOINED,
+    LOST,
+    MAX_TEXT,
+    REFUSED,
+    RUNNING,
+    STOPPED,
+    WAITING,
+    Cause,
+    Plan,
 )
-from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, Token, create_handler
+from shardproof.dist.processes import Failure, Function, RankProcesses
+from shardproof.dist.signals import SIGNALLED, Signals
+from shardproof.dist.stores import serve_store
 
 logger = logging.getLogger(__name__)
 
-_FAILED_GRACE_S = 30  # for ranks that are ended because another one failed
-_SAME_INTERRUPT_S = 1.0  # a terminal and a wrapper may both deliver one Ctrl-C
-_TORCH_TIMEOUT_S = 900  # torch's own default for a rendezvous
-_SIGNATURE_BYTES = 32
+FINDING_FILE = "SHARDPROOF_FINDING_FILE"  # where the first rank of a host writes the finding that it shows
+ATTEMPT = "SHARDPROOF_ATTEMPT"  # "<job>:<n>": n grows with every start of the ranks of one job
+_FAILED_GRACE_S = 15.0  # for ranks to say what they saw of the rank that failed
+_LOST_GRACE_S = 10.0  # for ranks to say where they were when a host was lost
+_STOP_S = 2.0  # for other hosts to hear of a signal that came before there were ranks
+_POLL_S = 0.1
+_SAY_S = 30.0  # between two lines that say what the agent waits for
+_STORE_S = 300.0
 
 
-class OneNode(RendezvousHandler):
-    """The rendezvous of a run on one node, complete from the start."""
+class Lost(Exception):
+    """The host of the endpoint does not answer."""
 
-    def __init__(self, run_id: str):
-        self._run_id = run_id
 
-    def get_backend(self) -> str:
-        return "one-node"
+class NotAdmitted(Exception):
+    """The meeting refused this host."""
 
-    @property
-    def use_agent_store(self) -> bool:
+
+@dataclass(frozen=True)
+class Work:
+    """What the ranks of this host run."""
+
+    function: Function
+    args: tuple[Any, ...]
+    num_ranks: int
+    folder: str  # for the store, the findings and the news of this host's ranks
+    stop_signals: Collection[int] = ()  # ranks that one of these ends are not started again
+    refused_code: int | None = None  # nor are ranks that end with this exit code
+    grace_s: float = 180.0  # for the step and the checkpoint that ranks finish after a signal
+    variables: dict[str, str] = field(default_factory=dict)  # of the environment of every rank
+
+
+@dataclass
+class End:
+    """How the run ended, for all hosts, and what this host saw of it."""
+
+    cause: Cause
+    results: dict[int, Any] = field(default_factory=dict)
+    failure: Failure | None = None  # of this host's own ranks
+    was_shown: bool = False  # by a rank of this host
+
+
+class Agent:
+    """Runs this host's part of a run, until it ends on all hosts."""
+
+    def __init__(self, work: Work, plan: Plan, attendance: Attendance, endpoint: str, local_address: str):
+        self._work, self._plan, self._attendance = work, plan, attendance
+        self._endpoint, self._local_address = endpoint, local_address
+        self._round = 0
+        self._store: Any = None  # the ranks' store, where this host serves it
+        self._signals = Signals()
+        self._said_at = time.monotonic()
+        self.was_killed = False  # the ranks, by a second interrupt
+
+    def run(self) -> End:
+        """How the run ended. Raises `Lost` and `NotAdmitted`; no rank is left in any case."""
+        with self._signals:
+            self._attendance.start()
+            try:
+                while True:
+                    answer = self._await_round()
+                    if answer["phase"] == ENDED:
+                        return End(Cause(**answer["cause"]))
+                    end = self._run_round(answer)
+                    if end is not None:
+                        return end
+            finally:
+                self._store = None
+                self._attendance.leave()
+
+    # --- between rounds ---
+
+    def _await_round(self) -> dict[str, Any]:
+        """The answer that lets ranks start, or that ends the run."""
+        self._attendance.update(state=WAITING, store=None, failure=None)
+        while True:
+            answer = self._attendance.wait(_POLL_S)
+            self._check_line()
+            if self._signals.number and (answer is None or answer["phase"] != ENDED):
+                return self._stop_waiting()
+            if answer is None:
+                self._say_waiting([])
+            elif answer["phase"] == ENDED:
+                return answer
+            elif answer["phase"] == RUNNING and "hosts" in answer and answer["round"] > self._round:
+                if self._has_store(answer):
+                    return answer
+            elif answer["phase"] == GATHERING:
+                self._say_waiting(answer["waiting"])
+            time.sleep(_POLL_S / 2)
+
+    def _check_line(self) -> None:
+        """Raise if the meeting does not admit this host, or has been out of reach for too long."""
+        line, plan = self._attendance, self._plan
+        if line.refusal is not None:
+            raise NotAdmitted(line.refusal)
+        limit = plan.lost_after_s if line.was_heard and not plan.max_restarts else plan.timeout_s
+        if line.silent_s > limit:
+            why = f" ({line.trouble})" if line.trouble else ""
+            raise Lost(f"{self._endpoint} did not answer for {limit:g} s{why}")
+
+    def _stop_waiting(self) -> dict[str, Any]:
+        """Tell the others that a signal ends the run before ranks have started."""
+        number = self._signals.number
+        self._attendance.update(stop=number)
+        answer = self._attendance.wait(_STOP_S)
+        if answer is not None and answer["phase"] == ENDED:
+            return answer
+        return {"phase": ENDED, "cause": vars(_stopped_by(number))}
+
+    def _has_store(self, answer: dict[str, Any]) -> bool:
+        """Whether the ranks know where to meet; host 0's agent makes that place, anew for every round."""
+        if self._plan.max_hosts == 1 or answer["store"] is not None:
+            return True
+        if answer["place"] == 0:
+            address = self._own_address(answer["hosts"])
+            self._store = serve_store(address, 0, _STORE_S)
+            where = {"round": answer["round"], "address": address, "port": self._store.port}
+            self._attendance.update(store=where, address=address)
         return False
 
-    def next_rendezvous(self) -> RendezvousInfo:
-        # The ranks have a store of their own, in a file; the address only says that they are on one host.
-        return RendezvousInfo(dist.HashStore(), 0, 1, RendezvousStoreInfo("127.0.0.1", 0))
+    def _own_address(self, hosts: list[dict[str, Any]]) -> str:
+        """The address at which the other hosts of a round reach this one."""
+        if self._local_address:
+            return self._local_address
+        others = [host["address"] for host in hosts if host["address"]]
+        return addresses.address_towards(others[-1]) if len(hosts) > 1 and others else "127.0.0.1"
 
-    def is_closed(self) -> bool:
-        return False
-
-    def set_closed(self) -> None:
-        """Nothing is open."""
-
-    def num_nodes_waiting(self) -> int:
-        return 0
-
-    def get_run_id(self) -> str:
-        return self._run_id
-
-    def shutdown(self) -> bool:
-        return True
-
-
-class SignedBackend(RendezvousBackend):
-    """A backend whose states are signed; a state without this run's signature raises before it is unpickled."""
-
-    def __init__(self, backend: RendezvousBackend, key: bytes):
-        self._backend, self._key = backend, key
-
-    @property
-    def name(self) -> str:
-        return self._backend.name
-
-    def get_state(self) -> tuple[bytes, Token] | None:
-        found = self._backend.get_state()
-        return None if found is None else (self._checked(found[0]), found[1])
-
-    def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
-        found = self._backend.set_state(self._sign(state) + state, token)
-        return None if found is None else (self._checked(found[0]), found[1], found[2])
-
-    def _sign(self, state: bytes) -> bytes:
-        return hmac.digest(self._key, state, "sha256")
-
-    def _checked(self, signed: bytes) -> bytes:
-        signature, state = signed[:_SIGNATURE_BYTES], signed[_SIGNATURE_BYTES:]
-        if not hmac.compare_digest(signature, self._sign(state)):
-            raise RendezvousStateError("a message at the rendezvous was not signed with this run's --rdzv-id")
-        return state
-
-
-def several_nodes(min_nodes: int, max_nodes: int, endpoint: str, secret: str) -> RendezvousHandler:
-    """torch's dynamic rendezvous, signed with the secret that all nodes of the run share."""
-    # torch 2.13 keeps one store over restarts, in which ranks then find what the ranks before them wrote.
-    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    run_id, key = derive(secret)
-    params = RendezvousParameters(
-        backend="c10d",
-        endpoint=endpoint,
-        run_id=run_id,
-        min_nodes=min_nodes,
-        max_nodes=max_nodes,
-        timeout=_TORCH_TIMEOUT_S,
-    )
-    backend, store = create_backend(params)
-    return create_handler(store, SignedBackend(backend, key), params)
-
-
-def derive(secret: str) -> tuple[str, bytes]:
-    """The name of the rendezvous, which anyone can read in the store, and the signing key, which it does not reveal."""
-    derived = hashlib.pbkdf2_hmac("sha256", secret.encode(), b"shardproof rendezvous", 100_000, 48)
-    return derived[:16].hex(), derived[16:]
-
-
-class Agent(LocalElasticAgent):
-    """Starts ranks and, when one fails, all of them again; exit codes in `final` prevent a restart.
-
-    The first signal is forwarded to the ranks, which have `grace_s` to save. An interrupt after it kills them.
-    """
-
-    def __init__(self, spec: WorkerSpec, folder: str, final: Collection[int], grace_s: int):
-        super().__init__(spec, DefaultLogsSpecs(log_dir=folder))
-        self._final, self._grace_s = final, grace_s
-        self._is_final = False
-        self.killed = False  # by an interrupt that came after the first signal
-
-    @property
-    def started(self) -> bool:
-        """Whether there were ranks."""
-        return self._pcontext is not None
-
-    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        result = super()._monitor_workers(worker_group)
-        if any(failure.exitcode in self._final for failure in result.failures.values()):
-            self._is_final, self._remaining_restarts = True, 0
-        return result
-
-    def _shutdown(self, death_sig: signal.Signals | None = None, timeout: int = 0) -> None:
-        """End the ranks, with the signal that was received or, where another rank failed, with SIGTERM."""
-        grace_s = self._grace_s if death_sig is not None or self._is_final else _FAILED_GRACE_S
-        number = death_sig if death_sig is not None else signal.SIGTERM
-        with self._kill_on_interrupt():
-            if self._pcontext is not None:
-                if death_sig is not None:
-                    logger.info("stopping the ranks; press Ctrl-C again to kill them")
-                self._pcontext.close(number, grace_s)
-            super()._shutdown(number)
-
-    @contextlib.contextmanager
-    def _kill_on_interrupt(self) -> Iterator[None]:
-        """Inside the block further signals do not interrupt ranks that are saving; SIGINT kills them."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
+    def _say_waiting(self, here: list[str]) -> None:
+        now = time.monotonic()
+        if self._plan.max_hosts == 1 or now - self._said_at < _SAY_S:
             return
-        began = time.monotonic()
+        self._said_at = now
+        if here:
+            needed = self._plan.min_hosts
+            logger.info("waiting for hosts: %d here, %d needed: %s", len(here), needed, ", ".join(here))
+        elif self._attendance.trouble or not self._attendance.was_heard:
+            logger.info("waiting for %s: %s", self._endpoint, self._attendance.trouble or "no answer yet")
 
-        def kill(*_: object) -> None:
-            if self._pcontext is None or time.monotonic() - began < _SAME_INTERRUPT_S:
-                return
-            self.killed, ranks = True, set(self._pcontext.pids().values())
-            for child in multiprocessing.active_children():
-                if child.pid in ranks:
-                    child.kill()
+    # --- a round ---
 
-        handlers = {signal.SIGINT: kill, signal.SIGTERM: _ignore, signal.SIGHUP: _ignore}
-        before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    def _run_round(self, answer: dict[str, Any]) -> End | None:
+        """How the run ended, or None if ranks are to start again."""
+        self._round = answer["round"]
+        if self._round > 1:
+            self._say_again(answer)
+        shown, told = (Path(self._work.folder, f"{name}-{self._round}") for name in ("finding", "news"))
+        files = {FINDING_FILE: str(shown), news.VARIABLE: str(told)}
+        ranks = RankProcesses(self._work.function, self._work.args, self._environments(answer, files))
+        self._attendance.update(state=RUNNING, round=self._round)
         try:
-            yield
+            self._watch(ranks, shown, told)
+            return self._await_verdict(ranks, shown)
         finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+            ranks.kill()
+            self._store = None
+
+    def _say_again(self, answer: dict[str, Any]) -> None:
+        hosts, cause = answer["hosts"], answer["cause"]
+        names = ", ".join(host["name"] for host in hosts)
+        where = f" on {len(hosts)} host{'s' * (len(hosts) > 1)} ({names})" if self._plan.max_hosts > 1 else ""
+        count = f" (restart {answer['restarts']} of {self._plan.max_restarts})"
+        is_free = cause is not None and cause["kind"] == JOINED
+        logger.info("starting again%s from the newest checkpoint%s", where, "" if is_free else count)
+
+    def _environments(self, answer: dict[str, Any], files: dict[str, str]) -> list[dict[str, str]]:
+        """What each rank of this host finds in its environment: what torchrun would put there, and ours."""
+        hosts, place, num_local = answer["hosts"], answer["place"], self._work.num_ranks
+        first, world_size = (sum(host["ranks"] for host in some) for some in (hosts[:place], hosts))
+        store = answer["store"] or {"address": "127.0.0.1", "port": 0}
+        common = {
+            "ROLE_NAME": "rank",
+            "LOCAL_WORLD_SIZE": str(num_local),
+            "WORLD_SIZE": str(world_size),
+            "ROLE_WORLD_SIZE": str(world_size),
+            "GROUP_RANK": str(place),
+            "GROUP_WORLD_SIZE": str(len(hosts)),
+            "MASTER_ADDR": store["address"],
+            "MASTER_PORT": str(store["port"]),
+            "TORCHELASTIC_RESTART_COUNT": str(self._round - 1),
+            "TORCHELASTIC_MAX_RESTARTS": str(self._plan.max_restarts),
+            "TORCHELASTIC_RUN_ID": os.path.basename(self._work.folder),
+            "TORCHELASTIC_USE_AGENT_STORE": str(answer["store"] is not None),
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+            ATTEMPT: f"{answer['job']}:{self._round - 1}",
+            **files,
+            **self._work.variables,
+        }
+        if answer["store"] is None:
+            common[STORE_FOLDER] = self._work.folder
+        elif len(hosts) > 1:
+            common |= interface_variables(self._own_address(hosts))
+        return [
+            common | {"RANK": str(first + local), "ROLE_RANK": str(first + local), "LOCAL_RANK": str(local)}
+            for local in range(num_local)
+        ]
+
+    def _watch(self, ranks: RankProcesses, shown: Path, told: Path) -> None:
+        """Return once this host's ranks have ended, by themselves or because those of all hosts do."""
+        kill_at, is_reported, known = float("inf"), False, ""
+        while ranks.are_running:
+            ranks.poll(_POLL_S)
+            now = time.monotonic()
+            if ranks.failure is not None and not is_reported:
+                is_reported = True
+                report = self._report(ranks.failure, shown)
+                self._attendance.update(failure=report)
+                if report["kind"] == STOPPED:
+                    ranks.send(signal.SIGTERM)  # to those that the signal did not reach
+                grace_s = _FAILED_GRACE_S if report["kind"] == FAILED else self._work.grace_s
+                kill_at = min(kill_at, now + grace_s)
+            cause = self._cause_to_end()
+            if cause is not None and cause.kind != known and (cause.kind == LOST or not is_reported):
+                known = cause.kind
+                kill_at = min(kill_at, now + self._end_ranks(ranks, cause, told))
+            self.was_killed |= self._signals.is_repeated
+            if now >= kill_at or self._signals.is_repeated:
+                ranks.kill()
+
+    def _cause_to_end(self) -> Cause | None:
+        """Why this host's ranks end, if they do."""
+        if self._signals.number:
+            return _stopped_by(self._signals.number)
+        if self._is_cut_off:
+            return self._cut_off()
+        answer = self._attendance.wait(0)
+        if answer is None:
+            return None
+        if "unknown" in answer:
+            return Cause(LOST, "this host did not answer, and the other hosts went on without it")
+        over = answer["phase"] != RUNNING or answer["round"] != self._round
+        return Cause(**answer["cause"]) if over and answer["cause"] is not None else None
+
+    def _end_ranks(self, ranks: RankProcesses, cause: Cause, told: Path) -> float:
+        """Tell this host's ranks that they are to end; the seconds that they have for it."""
+        number = self._signals.number
+        if number:
+            logger.info("stopping the ranks; press Ctrl-C again to kill them")
+            self._attendance.update(stop=number)
+            ranks.send(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
+            return self._work.grace_s
+        if cause.kind in (STOPPED, JOINED):
+            logger.info("%s: saving, then ending this host's ranks", cause.text)
+            ranks.send(signal.SIGTERM)
+            # Nobody is in a hurry when a host joins: what the ranks do until they have saved has its own deadlines.
+            return self._work.grace_s if cause.kind == STOPPED else float("inf")
+        if cause.kind == LOST:
+            if not cause.host:  # the others have gone on already
+                return 0.0
+            draft = told.with_suffix(".part")
+            draft.write_text(json.dumps({"lost": [cause.host], "seconds": cause.seconds}))
+            draft.replace(told)
+            return _LOST_GRACE_S
+        return _FAILED_GRACE_S
+
+    @property
+    def _is_cut_off(self) -> bool:
+        return self._attendance.silent_s > self._plan.lost_after_s
+
+    def _cut_off(self) -> Cause:
+        seconds, endpoint = self._plan.lost_after_s, self._endpoint
+        text = f"this host lost its connection to {endpoint}: no answer for {seconds:g} s"
+        return Cause(LOST, text, host=endpoint.rpartition(":")[0], seconds=seconds)
+
+    def _report(self, failure: Failure, shown: Path) -> dict[str, Any]:
+        """What the other hosts are told of a failure."""
+        code = failure.exit_code if failure.exit_code > 0 else 1
+        kind = FAILED
+        stops = [SIGNALLED + number for number in self._work.stop_signals]
+        if code in stops or -failure.exit_code in self._work.stop_signals:
+            kind = STOPPED
+            code = code if code in stops else SIGNALLED - failure.exit_code
+        elif code == self._work.refused_code:
+            kind = REFUSED
+        text = shown.read_text(errors="replace") if shown.exists() else ""
+        text = text or f"rank {failure.rank} failed with exit code {failure.exit_code}: {failure.text}"
+        return {"kind": kind, "code": code, "text": text[:MAX_TEXT]}
+
+    def _await_verdict(self, ranks: RankProcesses, shown: Path) -> End | None:
+        """How the run ended, or None if ranks are to start again, once the ranks of all hosts have ended."""
+        failure = None if ranks.failure is None else self._report(ranks.failure, shown)
+        self._attendance.update(state=DONE, failure=failure)
+        was_stopped = bool(self._signals.number)
+        while True:
+            answer = self._attendance.wait(_POLL_S)
+            if self._is_cut_off:
+                return self._await_endpoint(End(self._cut_off(), {}, ranks.failure, shown.exists()))
+            if self._signals.number and not was_stopped:
+                was_stopped = True
+                self._attendance.update(stop=self._signals.number)
+            if answer is None:
+                continue
+            if "unknown" in answer:
+                self._attendance.start_over()
+                return None
+            if answer["phase"] == ENDED:
+                return End(Cause(**answer["cause"]), ranks.results, ranks.failure, shown.exists())
+            if answer["phase"] == GATHERING or answer["round"] != self._round:
+                self._say_cause(Cause(**answer["cause"]), shown.exists())
+                return None
+            time.sleep(_POLL_S)
+
+    def _await_endpoint(self, end: End) -> End | None:
+        """None if the host of the endpoint may come back and the ranks may be started again; else the end."""
+        if self._signals.number:
+            return End(_stopped_by(self._signals.number), {}, end.failure, end.was_shown)
+        if self._attendance.restarts >= self._plan.max_restarts:
+            return end
+        self._say_cause(end.cause, end.was_shown)
+        self._attendance.start_over()
+        return None
+
+    def _say_cause(self, cause: Cause, was_shown: bool) -> None:
+        """Say why ranks are started again, unless a rank of this host has."""
+        if cause.kind == LOST and not was_shown:
+            logger.warning("%s", cause.text)
+        elif cause.kind == FAILED and not was_shown:
+            where = f"host {cause.host}: " if self._plan.max_hosts > 1 else ""
+            logger.warning("%s%s", where, cause.text)
+        self._said_at = time.monotonic() - _SAY_S + 1.0  # say soon what is waited for
 
 
-def _ignore(*_: object) -> None:
-    """Does nothing. SIG_IGN in its place would be inherited by processes that are started meanwhile."""
-
-
-def make_spec(
-    handler: RendezvousHandler,
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    num_ranks: int,
-    max_restarts: int,
-) -> WorkerSpec:
-    """What the agent starts on this node."""
-    return WorkerSpec(
-        role="rank",
-        local_world_size=num_ranks,
-        entrypoint=function,
-        args=args,
-        rdzv_handler=handler,
-        max_restarts=max_restarts,
-        monitor_interval=0.1,
-    )
+def _stopped_by(number: int) -> Cause:
+    return Cause(STOPPED, f"stopped by signal {number}", SIGNALLED + number, number=number)

@@ -80,9 +80,10 @@ class Attendance(threading.Thread):
         with self._changed:
             self._is_leaving = True
             self._changed.notify_all()
+        is_there = self.was_heard and self.silent_s < 2 * _INTERVAL_S
         if self.is_alive():
-            self.join()
-        if self.was_heard and self.silent_s < 2 * _INTERVAL_S:
+            self.join(None if is_there else 0.0)  # a call that nobody answers holds up nobody
+        if is_there:
             with contextlib.suppress(OSError, Denied):
                 self._call({"id": self._report["id"], "leaves": True})
 

@@ -132,9 +132,7 @@ def examine_on_ranks(request: Request, quiet: bool, terminal: Terminal) -> Repor
 
         return Report.from_json(run_attached(text))
     logger.info("starting %d ranks ...", request.ranks)
-    from torch.distributed.elastic.multiprocessing import SignalException
-
-    from shardproof.dist.launch import RankFailed, RanksKilled, start_ranks
+    from shardproof.dist.start import RankFailed, RanksKilled, RanksStopped, start_ranks
     from shardproof.doctor.run import run_rank
 
     terminal.pause()  # rank 0 draws from here on
@@ -143,7 +141,7 @@ def examine_on_ranks(request: Request, quiet: bool, terminal: Terminal) -> Repor
     with tempfile.TemporaryDirectory(prefix="shardproof-doctor-") as progress:
         try:
             report = start_ranks(run_rank, text, progress, quiet, num_ranks=request.ranks)[0]
-        except (SignalException, RanksKilled):
+        except (RanksStopped, RanksKilled):
             terminal.show("interrupted; nothing was written")
             raise SystemExit(_INTERRUPTED) from None
         except RankFailed as error:
