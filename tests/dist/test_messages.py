@@ -1,5 +1,9 @@
 """Messages of every length between few and many ranks, the same and different ones, and with errors on any rank."""
 
+import itertools
+import random
+import string
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,6 +15,8 @@ from shardproof.dist.collectives import (
     gather,
     gather_rows,
     raise_together,
+    rows_on_first,
+    sum_rows,
     together,
 )
 from shardproof.errors import fail
@@ -20,24 +26,36 @@ from tests.ranks import run_ranks, run_ranks_outcomes
 pytestmark = pytest.mark.distributed
 
 LENGTHS = [0, 1, 40, 900, 1200, 5000, 300_000]  # from a head's inside to what goes around the ring
+_NOISE = "".join(
+    random.Random(0).choices(string.printable, k=max(LENGTHS))
+)  # hardly shorter when it is compressed
 
 
 def messages_of_all_lengths():
     rank, size = dist.get_rank(), dist.get_world_size()
-    for length in LENGTHS:
-        assert exchange("x" * length) == ["x" * length] * size
+    for length, letters in itertools.product(LENGTHS, ("x" * max(LENGTHS), _NOISE)):
+        same = letters[:length]
+        assert exchange(same) == [same] * size
         # Any one rank may say something else, or something longer.
         for odd in {0, size // 2, size - 1}:
-            mine = ["y" * length, rank] if rank == odd else None
-            expected = [["y" * length, odd] if each == odd else None for each in range(size)]
+            mine = [same, rank] if rank == odd else None
+            expected = [[same, odd] if each == odd else None for each in range(size)]
             assert exchange(mine) == expected
             assert gather(mine) == (expected if rank == 0 else None)
             assert combine("rollout", mine, lambda rows: [len(rows), rows]) == [size, expected]
             assert broadcast(mine, source=odd) == expected[odd]
-        different = [length, rank, 0.1 * rank, float("inf"), "ü" * (rank * length // 10)]
-        rows = exchange(different)
-        assert rows == [[length, r, 0.1 * r, float("inf"), "ü" * (r * length // 10)] for r in range(size)]
-    assert gather_rows(torch.tensor([rank, -1])).tolist() == [[r, -1] for r in range(size)]
+        different = [[r, 0.1 * r, float("inf"), "ü" + letters[: r * length // 10]] for r in range(size)]
+        assert exchange(different[rank]) == different
+    for length in (2, 5000):  # down a tree, and around the ring
+        assert gather_rows(torch.full((length,), rank - 1)).tolist() == [
+            [r - 1] * length for r in range(size)
+        ]
+        on_first = rows_on_first(torch.full((length,), rank))
+        assert (on_first is None) == (rank > 0)
+        assert on_first is None or on_first.tolist() == [[r] * length for r in range(size)]
+    large = torch.tensor([2**62, -1, rank])
+    wrapped = (size * 2**62 + 2**63) % 2**64 - 2**63
+    assert sum_rows(large).tolist() == [wrapped, -size, size * (size - 1) // 2]
     rows = exchange([])
     rows[0].append(1)
     assert rows[1:] == [[]] * (size - 1), "each row is an object of its own"

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from shardproof.checkpoints.plain import from_plain, to_plain
-from shardproof.dist.collectives import exchange
+from shardproof.dist.collectives import gather, together
 from shardproof.errors import fail
 from shardproof.shard.local import LocalShard
 from shardproof.shard.optimizer_state import state_specs
@@ -117,9 +117,12 @@ def describe(
     scheduler: LRScheduler | None,
     extra: dict[str, Any],
 ) -> dict[str, Any]:
-    """The state that is not tensors, of all ranks. Collective: every rank."""
-    mine = {"scalars": _scalars(policy, optimizer), "rng": _random_state(policy.device)}
-    rows = exchange(mine)
+    """The state that is not tensors, of all ranks; empty on others than rank 0, which writes it. Collective: every rank."""
+    rows = gather({"scalars": _scalars(policy, optimizer), "rng": _random_state(policy.device)})
+    with together("save"):
+        scalars = _agreed([row["scalars"] for row in rows or ()])
+    if rows is None:
+        return {}
     return {
         "format": FORMAT,
         "model": fingerprint(policy),
@@ -128,7 +131,7 @@ def describe(
         "version": policy.version,
         "num_updates": policy.num_updates,
         "groups": [_group(group) for group in optimizer.param_groups] if optimizer is not None else None,
-        "scalars": _agreed([row["scalars"] for row in rows]),
+        "scalars": scalars,
         "scheduler": _plain_part(scheduler.state_dict()) if scheduler is not None else None,
         "rng": [row["rng"] for row in rows],
         "extra": extra,

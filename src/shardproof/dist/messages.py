@@ -3,13 +3,14 @@
 Two or three ranks exchange messages by one all-gather. gloo's all-gather passes them around a ring, so more ranks meet
 at rank 0: it gathers the length and the digest of each message, and the beginning where the ranks are few enough. If
 all messages are the same, as they almost always are, that is all that travels. Otherwise rank 0 collects the rest and
-sends the answer down a tree. The number of hops grows with the logarithm of the number of ranks, and the bytes of a
-message that all ranks send alike do not grow, except on rank 0.
+sends the answer down a tree, compressed: the rows of ranks are much alike. The number of hops grows with the logarithm of
+the number of ranks, and the bytes of a message that all ranks send alike do not grow, except on rank 0.
 """
 
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Callable
 from hashlib import blake2b
 from typing import Any
@@ -24,11 +25,14 @@ from shardproof.dist.traffic import traffic, tree_sends
 _SLOT = 1024  # bytes of a message that travel at once
 _HEAD = 16  # length and digest of a message
 _DIGEST = 10
-_MEETING = 8192  # bytes that rank 0 gathers at first; the slots of more than 8 ranks are smaller
+MEETING_BYTES = 8192  # that rank 0 gathers at first; the slots of more than 8 ranks are smaller
 _FEW = 3  # ranks that need no meeting at rank 0
 _TREE_BYTES = 2**20  # longer answers than this go around the ring, where no rank sends them more than once
+_TREE_ROWS_BYTES = 2**16  # the same of rows of numbers, which are not compressed
+_PLAIN_BYTES = 256  # shorter messages than this are not compressed
 
 _SAME, _ANSWER, _LONG = b"s", b"a", b"l"
+_COMPRESSED = b"z"
 
 # The gloo group beside an NCCL-only default group, by that group, and gone with it.
 _control_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
@@ -61,12 +65,12 @@ def exchange(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     traffic.messages += 1
     mine, size = _encode(value), dist.get_world_size()
     if size == 1:
-        return [json.loads(mine)]
+        return [_decode(mine)]
     if size <= _FEW:
-        return list(map(json.loads, _around_the_ring(mine, _SLOT, group)))
+        return list(map(_decode, _around_the_ring(mine, _SLOT, group)))
     answer = _meet(mine, _pack, group, everywhere=True)
     if answer is None:
-        return [json.loads(mine) for _ in range(size)]
+        return [_decode(mine) for _ in range(size)]
     return list(map(json.loads, _unpack(answer, size)))
 
 
@@ -78,7 +82,7 @@ def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any] | No
     traffic.messages += 1
     mine, size = _encode(value), dist.get_world_size()
     if size == 1:
-        return [json.loads(mine)]
+        return [_decode(mine)]
     rows: list[bytes] = []
 
     def keep(found: list[bytes]) -> bytes:
@@ -87,7 +91,7 @@ def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any] | No
 
     if _meet(mine, keep, group) is None:
         rows = [mine] * size
-    return list(map(json.loads, rows)) if dist.get_rank() == 0 else None
+    return list(map(_decode, rows)) if dist.get_rank() == 0 else None
 
 
 def answer_all(value: Any, make: Callable[[list[Any]], Any], group: dist.ProcessGroup | None = None) -> Any:
@@ -99,14 +103,14 @@ def answer_all(value: Any, make: Callable[[list[Any]], Any], group: dist.Process
     mine, size = _encode(value), dist.get_world_size()
     if size <= _FEW:
         rows = [mine] if size == 1 else _around_the_ring(mine, _SLOT, group)
-        return json.loads(_encode(make(list(map(json.loads, rows)))))
+        return _decode(_encode(make(list(map(_decode, rows)))))
 
     def make_bytes(rows: list[bytes]) -> bytes:
-        return _encode(make(list(map(json.loads, rows))))
+        return _encode(make(list(map(_decode, rows))))
 
     answer = _meet(mine, make_bytes, group, may_be_same=False)
     assert answer is not None
-    return json.loads(answer)
+    return _decode(answer)
 
 
 def broadcast(value: Any, source: int = 0, group: dist.ProcessGroup | None = None) -> Any:
@@ -116,7 +120,7 @@ def broadcast(value: Any, source: int = 0, group: dist.ProcessGroup | None = Non
     """
     traffic.messages += 1
     mine = _encode(value) if dist.get_rank() == source else b""
-    return json.loads(mine if dist.get_world_size() == 1 else _send_to_all(mine, _SLOT, source, group))
+    return _decode(mine if dist.get_world_size() == 1 else _send_to_all(mine, _SLOT, source, group))
 
 
 def gather_rows(row: torch.Tensor) -> torch.Tensor:
@@ -128,7 +132,7 @@ def gather_rows(row: torch.Tensor) -> torch.Tensor:
     size = dist.get_world_size()
     if size == 1:
         return row[None].clone()
-    if size <= _FEW:
+    if size <= _FEW or size * row.nbytes > _TREE_ROWS_BYTES:
         return _all_gather(row.contiguous(), None)
     rows = _gather(row.contiguous(), None)
     if dist.get_rank():
@@ -173,7 +177,7 @@ def _meet(
     `everywhere` says that it is made of the whole messages' bytes, so that long ones may go around the ring.
     """
     size, is_first = dist.get_world_size(), dist.get_rank() == 0
-    slot = max(min(_MEETING // size, _SLOT), _HEAD)
+    slot = max(min(MEETING_BYTES // size, _SLOT), _HEAD)
     digest = blake2b(mine, digest_size=_DIGEST).digest()
     head = len(mine).to_bytes(_HEAD - _DIGEST, "little") + digest
     heads = [bytes(row) for row in _gather(_tensor(head + mine, slot), group).numpy()]
@@ -247,10 +251,12 @@ def _broadcast(part: torch.Tensor, source: int, group: dist.ProcessGroup | None)
 
 
 def _pack(rows: list[bytes]) -> bytes:
-    return b"".join(map(_with_length, rows))
+    return zlib.compress(b"".join(_with_length(_plain(row)) for row in rows))
 
 
 def _unpack(packed: bytes, size: int) -> list[bytes]:
+    """The JSON texts of all ranks."""
+    packed = zlib.decompress(packed)
     rows, at = [], 0
     for _ in range(size):
         end = at + int.from_bytes(packed[at : at + 8], "little")
@@ -260,7 +266,18 @@ def _unpack(packed: bytes, size: int) -> list[bytes]:
 
 
 def _encode(value: Any) -> bytes:
-    return json.dumps(value, separators=(",", ":")).encode()
+    """JSON; a long text is compressed, behind a letter that no JSON begins with."""
+    text = json.dumps(value, separators=(",", ":")).encode()
+    return text if len(text) < _PLAIN_BYTES else _COMPRESSED + zlib.compress(text)
+
+
+def _plain(message: bytes) -> bytes:
+    """The JSON text of a message."""
+    return zlib.decompress(message[1:]) if message[:1] == _COMPRESSED else message
+
+
+def _decode(message: bytes) -> Any:
+    return json.loads(_plain(message))
 
 
 def _with_length(message: bytes) -> bytes:

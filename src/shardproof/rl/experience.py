@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from shardproof.dist.collectives import exchange
+from shardproof.dist.collectives import combine, exchange
 from shardproof.errors import fail
 from shardproof.rl.algorithms.base import Algorithm
 from shardproof.rl.batches import make_batch
@@ -191,7 +191,12 @@ def _measure(
         "conversations": conversation_facts(trajectories),
         **({} if about is None else {"ahead": about}),
     }
-    rows = share.once(exchange(mine))
+    metrics, first = combine("rollout", mine, lambda rows: _merged(share.once(rows)))
+    return metrics, first
+
+
+def _merged(rows: Sequence[dict[str, Any]]) -> tuple[dict[str, float], list[str]]:
+    """The metrics and the errors of what ranks measured."""
     merged = {
         key: [value for row in rows for value in row[key]]
         for key in ("rewards", "lengths", "finished", "spread", "parts", "errors", "conversations")
@@ -207,7 +212,7 @@ def _measure(
     }
     for name in sorted({name for part in merged["parts"] for name in part}):
         metrics[f"reward/{name}"] = _mean([part.get(name, 0.0) for part in merged["parts"]])
-    if about is not None:
+    if "ahead" in rows[0]:
         metrics |= ahead_metrics([row["ahead"] for row in rows])
     return metrics | environment_metrics(merged["conversations"]), sorted(set(merged["errors"]))
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from shardproof.bounds import require_number
-from shardproof.dist.collectives import exchange
+from shardproof.dist.collectives import combine
 from shardproof.errors import fail
 
 TokenColumn = list[torch.Tensor]
@@ -235,9 +235,9 @@ def weigh(batch: Batch, how: str = "token_mean", *, constant: float | None = Non
     Collective: every rank.
     """
     counts = batch.counts()
-    totals = exchange([float(counts.sum()), int((counts > 0).sum())])
-    num_tokens = sum(row[0] for row in totals) / share
-    num_conversations = sum(row[1] for row in totals) / share
+    mine = [float(counts.sum()), int((counts > 0).sum())]
+    totals = combine("train_step", mine, lambda rows: [sum(column) for column in zip(*rows, strict=True)])
+    num_tokens, num_conversations = totals[0] / share, totals[1] / share
     mask = batch.flat_mask()
     if how == "token_mean":
         return token_mean(batch, num_tokens)

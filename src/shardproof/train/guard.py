@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from shardproof.bounds import within
-from shardproof.dist.collectives import exchange
+from shardproof.dist.collectives import combine, exchange
 from shardproof.dist.mesh import replicate_size
 from shardproof.errors import fail
 from shardproof.shard.sharded_model import ShardedModel
@@ -58,7 +58,8 @@ def agree(
     """Reduce losses, gradient norm and metrics over every rank, and decide whether all of them step.
 
     A `problem` that any rank has with its optimizer's memory is raised on all. This is the step's only wait for the
-    device. Collective: every rank.
+    device. Rank 0 decides where there are many: what all of them measured would be most of a step's messages.
+    Collective: every rank.
     """
     partial = sums.rows()
     device_row = torch.cat(
@@ -74,19 +75,26 @@ def agree(
         "metrics": {name: list(itertools.islice(numbers, len(part))) for name, part in partial.items()},
         "problem": problem,
     }
-    rows = exchange(mine)
+    sizes = policy.sequence_parallel, replicate_size(policy.mesh)
+    return Verdict(*combine("train_step", mine, lambda rows: astuple(_decide(rows, sums.reductions, *sizes))))
+
+
+def _decide(
+    rows: list[dict[str, Any]], reductions: Mapping[str, str], share: int, num_replicas: int
+) -> Verdict:
+    """The verdict on what every rank measured."""
     for rank, r in enumerate(rows):
         if r["problem"] is not None:
             message = f"the optimizer's state cannot be allocated ({r['problem']}); nothing was changed."
             raise fail("T309", "train_step", message, rank=rank)
     # Ranks of one sequence-parallel group report the same tokens; each group is counted once.
-    counted = rows[:: policy.sequence_parallel]
+    counted = rows[::share]
     check_same_metrics([r["metrics"] for r in rows])
-    metrics = reduce_metrics([r["metrics"] for r in counted], sums.reductions)
+    metrics = reduce_metrics([r["metrics"] for r in counted], reductions)
     loss = sum(sum(r["losses"]) for r in counted)
     # Replicas hold the same gradient.
-    grad_norm = math.sqrt(sum(r["square_norm"] for r in rows) / replicate_size(policy.mesh))
-    for index in range(len(losses)):
+    grad_norm = math.sqrt(sum(r["square_norm"] for r in rows) / num_replicas)
+    for index in range(len(rows[0]["losses"])):
         for rank, r in enumerate(rows):
             if not math.isfinite(r["losses"][index]):
                 return Verdict(False, "the loss is not finite", rank, index, loss, grad_norm, metrics)
