@@ -13,7 +13,7 @@ TESTS = Path(__file__).parent
 SRC = TESTS.parent / "src" / "shardproof"
 ROOMS = {path.parent.name for path in SRC.glob("*/__init__.py")}
 # Folders that are no room of the source: documentation, what needs a GPU, and faults of other frameworks.
-OTHERS = {"docs", "gpu", "museum"}
+OTHERS = {"docs", "gpu", "hosts", "museum"}
 # Markers that every file under a folder carries.
 OF_FOLDERS = {"gpu": "gpu", "rollout/vllm": "vllm"}
 FILES = {
