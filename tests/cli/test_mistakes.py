@@ -288,7 +288,7 @@ def test_a_file_or_folder_that_is_wrong(desk, mistake):
 
 
 def little_memory(desk):
-    desk.patch.setattr(preflight, "_available_memory", lambda: 2**20)
+    desk.patch.setattr(preflight, "available_memory", lambda: 2**20)
     return ()
 
 

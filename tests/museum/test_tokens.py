@@ -156,7 +156,7 @@ def rules_for(tokenizer, on_rewrite: str):
         },
         "recipe.toml",
     )
-    return make_rules(recipe, tokenizer, [], EnvironmentFacts(("user",), (), True), Opening(), None)
+    return make_rules(recipe, tokenizer, False, EnvironmentFacts(("user",), (), True), Opening(), None)
 
 
 def by_differences(form: ChatFormat, messages) -> list[tuple[str, str]]:

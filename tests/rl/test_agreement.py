@@ -14,9 +14,8 @@ import torch.distributed as dist
 import transformers
 
 from shardproof.config.load import load_recipe
-from shardproof.rl import agreement
-from shardproof.rl.algorithms.registry import find_algorithm
-from shardproof.rl.checks import Inputs
+from shardproof.rl import agreement, compared_files
+from shardproof.rl.compared_files import digests_of
 from tests.ranks import run_ranks, run_ranks_outcomes
 from tests.rl.runs import RECIPES, TINY, lines, run_recipe, small_recipe, write_rows
 
@@ -71,8 +70,9 @@ def test_other_data_on_one_rank_is_refused(tmp_path):
         paths.append(write_rows(tmp_path / "other" / "rows.jsonl", other))
         recipes = [small_recipe(tmp_path / "run", *ONE_STEP, f"data.train={path}") for path in paths]
         message = refused(2, run_one_of, recipes)
-        assert f"ranks do not have the same data: data.train is {len(other)} rows, sha256 " in message
-        assert "the same data" in message
+        digests = [hashlib.sha256(path.read_bytes()).hexdigest()[:12] for path in paths]
+        said = f"data.train is sha256 {digests[1]} on rank 1, sha256 {digests[0]} on rank 0."
+        assert f"ranks do not have the same data: {said}\nFix: give every host the same data" in message
 
 
 def run_with_rewards(recipe: str, folders: list[Path]) -> dict[str, float]:
@@ -100,9 +100,7 @@ def test_another_reward_of_the_same_name_on_one_rank_is_refused(tmp_path):
 
 def test_sources_of_users_algorithms_are_part_of_what_ranks_compare():
     name = "tests.rl.test_algorithms:Pairs"
-    find_algorithm(name)
-    inputs = Inputs(None, None, [], [], ())
-    found = agreement.identity(load_recipe(TINY, [f"algorithm.name={name}"]), inputs)
+    found = digests_of(compared_files.compared_files(load_recipe(TINY, [f"algorithm.name={name}"])).items())
     source = Path(__file__).with_name("test_algorithms.py").read_bytes()
     assert found[f"extensions/source of the algorithm {name}"] == hashlib.sha256(source).hexdigest()[:12]
 
@@ -113,7 +111,7 @@ def test_sources_of_environments_are_compared_without_importing_them(tmp_path, m
     (tmp_path / "games" / "chess.py").write_text("raise RuntimeError('imported')")
     monkeypatch.syspath_prepend(str(tmp_path))
     functions = 'environment.tools.functions=["games.chess:move", "games.absent:move"]'
-    found = agreement.identity(load_recipe(TINY, [functions]), Inputs(None, None, [], [], ()))
+    found = digests_of(compared_files.compared_files(load_recipe(TINY, [functions])).items())
     source = hashlib.sha256(b"raise RuntimeError('imported')").hexdigest()[:12]
     assert found["extensions/source of the environment games.chess:move"] == source
     assert found["extensions/source of the environment games.absent:move"] == "no source file"
@@ -123,13 +121,13 @@ def run_with_code(recipe: str, package: Path) -> dict[str, float]:
     """A run in which rank 1 has another package."""
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
-            patch.setattr(agreement, "PACKAGE", package)
+            patch.setattr(compared_files, "PACKAGE", package)
         return run_recipe(recipe)
 
 
 def test_other_code_on_one_rank_is_refused(tmp_path):
     package = tmp_path / "shardproof"
-    shutil.copytree(agreement.PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(compared_files.PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
     recipe = small_recipe(tmp_path / "run", *ONE_STEP)
     (package / "rl" / "advantages.py").write_text("negated = True\n")
     assert "ranks do not have the same code: shardproof is " in refused(2, run_with_code, recipe, package)
@@ -147,7 +145,7 @@ def run_with_version(recipe: str, version: str) -> dict[str, float]:
 def test_another_version_on_one_rank_is_named_as_what_it_is(tmp_path):
     message = refused(2, run_with_version, small_recipe(tmp_path, *ONE_STEP), "5.0.0")
     said = f"ranks do not have the same versions: transformers is 5.0.0 on rank 1, {transformers.__version__} on rank 0."
-    assert said in message and "install the same versions on every node" in message
+    assert said in message and "install the same versions on every host" in message
 
 
 def test_what_is_each_nodes_own_may_differ(tmp_path):

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from shardproof.cli import app
 from shardproof.config.load import from_json
-from shardproof.files import FolderLock
+from shardproof.folder_lock import FolderLock
 from shardproof.rl import preflight
 from shardproof.rl.preflight import Start, look_ahead
 from shardproof.rl.same_run import Resume
@@ -73,7 +73,7 @@ def test_nothing_is_said_where_nothing_is_wrong(tmp_path):
     ],
 )
 def test_the_dry_run_and_the_start_find_the_same(tmp_path, monkeypatch, start, overrides, said):
-    monkeypatch.setattr(preflight, "_available_memory", lambda: 8 * 2**30)
+    monkeypatch.setattr(preflight, "available_memory", lambda: 8 * 2**30)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -151,9 +151,9 @@ def test_memory_must_hold_what_ranks_hold_between_steps(tmp_path, monkeypatch):
     # Weights, gradients, two moments, and two replicas; a little more for buffers and rows that do not divide evenly.
     assert 6 * size <= held < 6.1 * size
     needed = 2 * preflight.PROCESS_BYTES + held
-    monkeypatch.setattr(preflight, "_available_memory", lambda: needed)
+    monkeypatch.setattr(preflight, "available_memory", lambda: needed)
     assert ahead(tmp_path / "run", num_ranks=2) == []
-    monkeypatch.setattr(preflight, "_available_memory", lambda: needed - 1)
+    monkeypatch.setattr(preflight, "available_memory", lambda: needed - 1)
     (said,) = ahead(tmp_path / "run", num_ranks=2)
     assert "2 ranks need at least" in said
     assert ahead(tmp_path / "run", "rollout.engine=sharded", num_ranks=2) == []
@@ -187,7 +187,7 @@ def test_under_torchrun_the_first_rank_of_a_node_looks(tmp_path, monkeypatch):
         "WORLD_SIZE": "1000",
     }.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(preflight, "_available_memory", lambda: 8 * 2**30)
+    monkeypatch.setattr(preflight, "available_memory", lambda: 8 * 2**30)
     code, output = command(tmp_path / "run")
     assert code == 2 and "1000 ranks need at least" in output
 

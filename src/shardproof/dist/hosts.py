@@ -90,13 +90,15 @@ def _listed(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:_MAX_RANKS]))}{more}"
 
 
-def describe_difference(name: str, values: Sequence[str | None], where: Hosts) -> str:
-    """`torch is 2.12.0 on host b (rank 1), 2.13.0 on host a (rank 0)`, of every rank's value; the rarer ones first."""
-    ranks: dict[str | None, list[int]] = {}
-    for rank, value in enumerate(values):
-        ranks.setdefault(value, []).append(rank)
+def describe_difference(
+    name: str, values: Sequence[str | None], where: Hosts, ranks: Iterable[int] | None = None
+) -> str:
+    """`torch is 2.12.0 on host b (rank 1), 2.13.0 on host a (rank 0)`: every rank's value, or some's; the rarer first."""
+    by_value: dict[str | None, list[int]] = {}
+    for rank in range(len(values)) if ranks is None else ranks:
+        by_value.setdefault(values[rank], []).append(rank)
     # A tie is decided against the later ranks: rank 0 is the one whose output the user sees.
-    groups = sorted(ranks.items(), key=lambda item: (len(item[1]), -item[1][0]))
+    groups = sorted(by_value.items(), key=lambda item: (len(item[1]), -item[1][0]))
     return f"{name} is {', '.join(f'{_short(value)} on {where.place(theirs)}' for value, theirs in groups)}"
 
 

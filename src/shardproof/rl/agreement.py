@@ -1,146 +1,168 @@
-"""Ranks agree on what they run before anything starts: versions, code, recipe, data and rewards.
+"""Ranks agree on what they run before anything starts: versions, code, recipe, tokenizer, data and rewards.
 
 Nothing later would notice: a rank with another learning rate, other data or other code takes part in every collective,
-and the run ends as if nothing were wrong.
+and the run ends as if nothing were wrong. One exchange carries a digest of each rank's settings, and from one rank of
+each host what its files hold and what the host has: devices, memory, disk. Only where something may differ do ranks
+send more, to say what it is.
 """
 
 from __future__ import annotations
 
 import array
 import hashlib
-import importlib.metadata
-import itertools
 import json
-import platform
-import sys
-from collections.abc import Iterable, Mapping
-from importlib.machinery import PathFinder
-from pathlib import Path
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from shardproof.config.schema import Recipe
 from shardproof.dist.collectives import exchange, together
+from shardproof.dist.hosts import Hosts, describe_difference, hosts
+from shardproof.dist.launch import default_device
 from shardproof.errors import error_for
 from shardproof.findings import Finding
-from shardproof.rl.checks import Inputs
+from shardproof.rl.compared_files import Compared, compared_files, digests_of
 from shardproof.rl.data import Prompt, rows_digest
+from shardproof.rl.host_facts import compare_clocks, host_table, host_warnings, take_host_facts
 from shardproof.rl.same_run import leaves
-from shardproof.user_code import is_user_name
+from shardproof.version import library_versions
 
-PACKAGE = Path(__file__).parents[1]
-LIBRARIES = ("torch", "transformers", "tokenizers", "peft", "numpy")
-# Paths are each node's own. What lies there is compared: rows here, checkpoints when they are loaded (L111).
+logger = logging.getLogger(__name__)
+
+# Paths are each host's own. What lies there is compared: files here, checkpoints when they are loaded (L111).
 _PATHS = {"model.path", "reference.path", "critic.path", "data.train", "data.evaluation", "output.folder"}
 _PATHS |= {"environment.python", "rollout.vllm.secret_file"}
-# How a node starts its ranks, and where rank 0 finds or keeps its servers.
+# How a host starts its ranks, and where rank 0 finds or keeps its servers.
 _LOCAL = {
     "train.ranks",
     *(f"rollout.vllm.{key}" for key in ("url", "devices", "host", "port", "allow_remote", "log")),
 }
 # In this order: another version of a library explains differences that follow.
 _FIXES = {
-    "versions": "install the same versions on every node",
-    "code": "install the same shardproof on every node",
+    "versions": "install the same versions on every host",
+    "code": "install the same shardproof on every host",
+    "devices": "use hosts whose devices compute in the same dtypes, or hide the GPUs with CUDA_VISIBLE_DEVICES=",
     "recipe": "start every rank with the same recipe and overrides",
-    "data": "give every node the same data and tokenizer",
-    "rewards": "give every node the same reward modules",
-    "extensions": "give every node the same modules",
+    "tokenizer": "give every host the same tokenizer files",
+    "data": "give every host the same data and tokenizer",
+    "rewards": "give every host the same reward modules",
+    "extensions": "give every host the same modules",
 }
-_MAX_KEYS, _MAX_CHARACTERS, _MAX_RANKS = 8, 80, 8
+_MAX_KEYS = 8
 
 
-def agree_on(recipe: Recipe, inputs: Inputs | None = None, options: object = None) -> None:
-    """Raise C003 on every rank unless all of them run the same. Collective: every rank."""
-    if dist.get_world_size() == 1:
-        return
-    with together("settings"):
-        mine = identity(recipe, inputs, options)
-    require_agreement(mine)
+def agree_on(recipe: Recipe, options: object = None) -> list[dict[str, Any]]:
+    """What each host has, where there are several; raises C003 on every rank unless all of them run the same.
 
-
-def identity(recipe: Recipe, inputs: Inputs | None = None, options: object = None) -> dict[str, str]:
-    """What must be the same on every rank, as {"class/name": value or digest}.
-
-    Data, rewards and users' own modules are part of it once `inputs` are read. `options` are those of the command.
+    `options` are those of the command. Hosts are listed in the log, with warnings about clocks, memory and disks.
+    Collective: every rank. One exchange, and on several hosts a second one of 8 bytes per rank.
     """
-    found = {"versions/python": platform.python_version()}
-    found |= {f"versions/{name}": _version(name) for name in LIBRARIES}
-    found["code/shardproof"] = _sources_digest(PACKAGE)
-    found |= {f"recipe/{key}": value for key, value in _settings(recipe)}
-    if options is not None:
-        found["recipe/options"] = repr(options)
-    if inputs is not None:
-        for name, prompts in (("train", inputs.prompts), ("evaluation", inputs.held_out)):
-            found[f"data/data.{name}"] = f"{len(prompts)} rows, sha256 {rows_digest(prompts)[:12]}"
-            found[f"data/tokens of data.{name}"] = _tokens_digest(prompts)
-        for spec in recipe.reward.functions if recipe.reward is not None else []:
-            found[f"rewards/source of {spec.name}"] = _module_digest(spec.name)
-        for kind, name in recipe.user_code:
-            found[f"extensions/source of the {kind} {name}"] = _module_digest(name)
-        for name in _environment_code(recipe):
-            found[f"extensions/source of the environment {name}"] = _source_digest(name)
+    if dist.get_world_size() == 1:
+        return []
+    where = hosts()
+    with together("settings") as told:
+        settings, files = settings_of(recipe, options), compared_files(recipe)
+        told.mine = [_digest(settings), _digest({key: each.place() for key, each in files.items()})]
+        if where.num > 1 and where.is_leader:
+            told.mine += [digests_of(files.items()), take_host_facts(recipe.output.folder)]
+    if _may_differ(told.rows, where):
+        require_agreement(settings | _digests_together(files))
+    if where.num == 1:
+        return []
+    facts = [told.rows[where.leader_of(host)][3] for host in range(where.num)]
+    clocks = compare_clocks(where)
+    found = [
+        {"name": where.names[host], "ranks": list(where.ranks_of(host)), **has, "clock_s": clock}
+        for host, (has, clock) in enumerate(zip(facts, clocks, strict=True))
+    ]
+    logger.info("%s", host_table(found))
+    for warning in host_warnings(found):
+        logger.warning("%s", warning)
     return found
 
 
-def _environment_code(recipe: Recipe) -> list[str]:
-    """Each module:name that the environment's workers import."""
-    if recipe.environment is None:
-        return []
-    return [n for n in (recipe.environment.name, *recipe.environment.tools.functions) if is_user_name(n)]
+def settings_of(recipe: Recipe, options: object = None) -> dict[str, str]:
+    """What must be the same on every rank and lies in no file, as {"class/name": value}."""
+    found = {f"versions/{name}": version for name, version in library_versions().items()}
+    device = default_device()
+    found["devices/device"] = device.type
+    if device.type == "cuda":
+        found["versions/cuda"] = str(torch.version.cuda)
+        found["versions/nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+        found["devices/dtypes"] = _dtypes(*torch.cuda.get_device_capability(device))
+    found |= {f"recipe/{key}": value for key, value in _settings(recipe)}
+    if options is not None:
+        found["recipe/options"] = repr(options)
+    return found
+
+
+def content_of(prompts: Iterable[Prompt]) -> dict[str, str]:
+    """What some prompts hold: rows and tokens, which may differ where the files of data and tokenizer do not."""
+    every = list(prompts)
+    return {
+        "": f"{len(every)} rows, sha256 {rows_digest(every)[:12]}",
+        "tokens of ": _tokens_digest(every),
+    }
 
 
 def require_agreement(mine: Mapping[str, str]) -> None:
-    """Raise C003 on every rank, with what differs and on which rank, unless all ranks have the same identity.
+    """Raise C003 on every rank, with what differs and on which host and rank, unless all ranks have the same.
 
-    Collective: every rank.
+    Keys are "class/name". Collective: every rank.
     """
-    digest = hashlib.sha256(json.dumps(mine, sort_keys=True).encode()).hexdigest()
-    if len(set(exchange(digest))) == 1:
-        return
-    rows = exchange(dict(mine))
+    require_same(exchange(dict(mine)), hosts())
+
+
+def require_same(rows: Sequence[Mapping[str, str]], where: Hosts) -> None:
+    """Raise C003 with what differs between every rank's row, and where."""
     findings = []
     for kind, fix in _FIXES.items():
         keys = dict.fromkeys(key for row in rows for key in row if key.startswith(f"{kind}/"))
-        odd = [key for key in keys if len({row.get(key) for row in rows}) > 1]
+        ranks = list(range(len(rows)))
+        if kind == "tokenizer":  # a host that has none is sent one
+            ranks = [rank for rank in ranks if any(key in rows[rank] for key in keys)]
+        odd = [key for key in keys if len({rows[rank].get(key) for rank in ranks}) > 1]
         if odd:
-            said = [_describe(key.partition("/")[2], [row.get(key) for row in rows]) for key in odd]
+            said = [
+                describe_difference(key.partition("/")[2], [row.get(key) for row in rows], where, ranks)
+                for key in odd
+            ]
             more = f" and {len(said) - _MAX_KEYS} more" if len(said) > _MAX_KEYS else ""
             message = f"ranks do not have the same {kind}: {'; '.join(said[:_MAX_KEYS])}{more}."
             findings.append(Finding("C003", "settings", message, fix=fix))
-    raise error_for(findings)
+    if findings:
+        raise error_for(findings)
 
 
-def _describe(name: str, values: list[str | None]) -> str:
-    """`optimizer.lr is 0.01 on rank 1, 1e-06 on ranks 0, 2, 3`; what fewer ranks have is said first."""
-    ranks: dict[str | None, list[int]] = {}
-    for rank, value in enumerate(values):
-        ranks.setdefault(value, []).append(rank)
-    # A tie is decided against the later ranks: rank 0 is the one whose output the user sees.
-    groups = sorted(ranks.items(), key=lambda item: (len(item[1]), -item[1][0]))
-    return f"{name} is {', '.join(f'{_short(value)} on {_listed(where)}' for value, where in groups)}"
+def _may_differ(rows: Sequence[Sequence[Any]], where: Hosts) -> bool:
+    """Whether ranks have other settings, ranks of one host other files, or files of hosts another content."""
+    if len({row[0] for row in rows}) > 1:
+        return True
+    if any(rows[rank][1] != rows[where.leader_of(host)][1] for rank, host in enumerate(where.of_rank)):
+        return True
+    leaders = [rows[where.leader_of(host)] for host in range(where.num)]
+    return where.num > 1 and any(row[2] != leaders[0][2] for row in leaders)
 
 
-def _short(value: str | None) -> str:
-    text = "missing" if value is None else value
-    return text if len(text) <= _MAX_CHARACTERS else f"{text[:_MAX_CHARACTERS]}..."
+def _digests_together(files: Mapping[str, Compared]) -> dict[str, str]:
+    """Collective: every rank."""
+    found: dict[str, str] = {}
+    with together("settings"):
+        found = digests_of(files.items())
+    return found
 
 
-def _listed(ranks: list[int]) -> str:
-    more = f" and {len(ranks) - _MAX_RANKS} more" if len(ranks) > _MAX_RANKS else ""
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:_MAX_RANKS]))}{more}"
+def _digest(value: object) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _version(name: str) -> str:
-    """Of the library as it is imported, or else as it is installed."""
-    module = sys.modules.get(name)
-    found = getattr(module, "__version__", None)
-    if found is not None:
-        return str(found)
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
+def _dtypes(major: int, minor: int) -> str:
+    """The dtypes in which a GPU of a compute capability multiplies matrices."""
+    known = {"float32": (0, 0), "float16": (5, 3), "bfloat16": (8, 0), "float8": (8, 9), "float4": (10, 0)}
+    return ", ".join(name for name, since in known.items() if (major, minor) >= since)
 
 
 def _settings(recipe: Recipe) -> Iterable[tuple[str, str]]:
@@ -150,44 +172,6 @@ def _settings(recipe: Recipe) -> Iterable[tuple[str, str]]:
             yield key, "none" if value is None else "a path"
         elif key not in _LOCAL:
             yield key, json.dumps(value)
-
-
-def _sources_digest(folder: Path) -> str:
-    """A sha256 over names and content of a package's modules. Not kept: files may change below a long-lived process."""
-    digest = hashlib.sha256()
-    for path in sorted(path for path in folder.rglob("*.py") if path.is_file()):
-        content = path.read_bytes()
-        digest.update(f"{path.relative_to(folder).as_posix()} {len(content)}\n".encode())
-        digest.update(content)
-    return digest.hexdigest()[:12]
-
-
-def _module_digest(name: str) -> str:
-    """A sha256 of the file that a user's module:name comes from; what is built in is part of the code."""
-    module_name, colon, _ = name.partition(":")
-    module = sys.modules.get(module_name)
-    path, loader = getattr(module, "__file__", None), getattr(module, "__loader__", None)
-    if not colon or path is None or not path.endswith(".py") or not hasattr(loader, "get_data"):
-        return "no source file"
-    # The module's own loader also reads what lies in an archive.
-    return hashlib.sha256(loader.get_data(path)).hexdigest()[:12]
-
-
-def _source_digest(name: str) -> str:
-    """A sha256 of the file in which module:name would be found, without importing it: only workers do that."""
-    path, spec = None, None
-    for part in itertools.accumulate(name.partition(":")[0].split("."), "{}.{}".format):
-        spec = PathFinder.find_spec(part, path)
-        if spec is None:
-            return "no source file"
-        path = spec.submodule_search_locations
-    origin = spec.origin if spec is not None else None
-    if origin is None or not origin.endswith(".py"):
-        return "no source file"
-    try:
-        return hashlib.sha256(Path(origin).read_bytes()).hexdigest()[:12]
-    except OSError:  # in an archive
-        return "no source file"
 
 
 def _tokens_digest(prompts: Iterable[Prompt]) -> str:

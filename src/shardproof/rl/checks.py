@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from transformers import AutoTokenizer, PretrainedConfig
 
 from shardproof.config.schema import Model, Recipe, Rollout
 from shardproof.environments.pool import EnvironmentPool
+from shardproof.environments.protocol import Opening
 from shardproof.errors import fail
 from shardproof.model.families import check_sequence_parallel, max_positions, why_not_packed
 from shardproof.model.inventory import take_inventory
@@ -26,15 +28,19 @@ from shardproof.rl.conversations.prepare import (
     make_rules,
     rows_of,
 )
-from shardproof.rl.data import Prompt, Rows, encode_completions, encode_prompts, load_rows, sample_seed
+from shardproof.rl.data import Prompt, Row, Rows, encode_completions, encode_prompts, load_rows, sample_seed
 from shardproof.rl.reward_functions import find_reward
 from shardproof.rl.stop_ids import find_stop_ids
 from shardproof.rl.templates import panics_as_errors
 from shardproof.shard.plan import plan_shards
 from shardproof.user_code import import_named
-from shardproof.weights.source import check_tokenizer_keys, find_folder, read_config, resolve_folder
-
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+from shardproof.weights.source import (
+    TOKENIZER_FILES,
+    check_tokenizer_keys,
+    find_folder,
+    read_config,
+    resolve_folder,
+)
 
 
 @dataclass(frozen=True)
@@ -43,11 +49,29 @@ class Inputs:
 
     tokenizer: Any
     config: PretrainedConfig
-    prompts: list[Prompt]
-    held_out: list[Prompt]
+    prompts: Sequence[Prompt]
+    held_out: Sequence[Prompt]
     stop_ids: tuple[int, ...]  # tokens that end a completion
     canary: tuple[int, ...] = ()  # a prompt on which engine and trainer are compared
     rules: Rules | None = None  # of conversations with an environment
+
+
+@dataclass(frozen=True)
+class Basis:
+    """What prompts are made with."""
+
+    tokenizer: Any
+    config: PretrainedConfig
+    stop_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Data:
+    """A run's prompts, and whether some prompt is a list of messages."""
+
+    prompts: Sequence[Prompt]
+    held_out: Sequence[Prompt]
+    has_messages: bool
 
 
 def check_inputs(recipe: Recipe, pool: EnvironmentPool | None = None) -> Inputs:
@@ -55,10 +79,14 @@ def check_inputs(recipe: Recipe, pool: EnvironmentPool | None = None) -> Inputs:
 
     `pool` are the workers of the recipe's environment; without them one is started, and ends with the check.
     """
+    return read_data(recipe, check_basis(recipe, model_folder(recipe.model.path)), pool)[0]
+
+
+def check_basis(recipe: Recipe, folder: Path) -> Basis:
+    """Tokenizer and config from the model's folder; raises if they, the algorithm or the rewards cannot be used."""
     for kind, name in recipe.user_code:
         import_named(kind, name)
     check_algorithm(recipe)
-    folder = model_folder(recipe.model.path)
     config = read_config(folder, recipe.model.trust_remote_code)
     if recipe.rollout.replay_experts:
         check_replayable(config)
@@ -67,26 +95,58 @@ def check_inputs(recipe: Recipe, pool: EnvironmentPool | None = None) -> Inputs:
     tokenizer = _load_tokenizer(folder, recipe.model.trust_remote_code)
     for spec in recipe.reward.functions if recipe.reward is not None else []:
         find_reward(spec.name)
-    context = max_positions(config)
+    return Basis(tokenizer, config, find_stop_ids(folder, config, tokenizer))
+
+
+def read_data(recipe: Recipe, basis: Basis, pool: EnvironmentPool | None = None) -> tuple[Inputs, Data]:
+    """A run's inputs, and its data by themselves; raises if some row cannot be used."""
     with environment_of(recipe, pool) as environment:
-        train, evaluation = recipe.data.train, recipe.data.evaluation
-        rows = [
-            _read_rows(recipe, source, environment) for source in (train, evaluation) if source is not None
-        ]
-        rules = None
-        if environment is not None:
-            number, opening = first_opening(environment, rows[0], sample_seed(recipe.train.seed, -1, 0))
-            every = [row for some in rows for row in some]
-            rules = make_rules(recipe, tokenizer, every, environment.facts, opening, context)
-        prompts, held_out = [*(_encode(recipe, some, tokenizer, rules) for some in rows), []][:2]
-        _require_known_tokens([*prompts, *held_out], config)
-        limit = context if rules is None else rules.max_tokens
+        sources = [source for source in (recipe.data.train, recipe.data.evaluation) if source is not None]
+        rows = [_read_rows(recipe, source, environment) for source in sources]
+        column = recipe.data.prompt_column
+        has_messages = any(isinstance(row.get(column), list) for some in rows for row in some)
+        opened = open_first(recipe, basis, environment, rows[0], has_messages)
+        prompts, held_out = [*(_encode(recipe, some, basis.tokenizer, opened.rules) for some in rows), []][:2]
+        _require_known_tokens([*prompts, *held_out], basis.config)
+        limit = max_positions(basis.config) if opened.rules is None else opened.rules.max_tokens
         _require_room(recipe, [*prompts, *held_out], limit)
-        canary = prompts[0].tokens
-        if rules is not None:
-            canary = first_prompt(rules, prompts[number], opening, recipe.rollout.max_new_tokens)
-    stop_ids = find_stop_ids(folder, config, tokenizer)
-    return Inputs(tokenizer, config, prompts, held_out, stop_ids, canary, rules)
+        data = Data(prompts, held_out, has_messages)
+        return make_inputs(recipe, basis, data, opened), data
+
+
+@dataclass(frozen=True)
+class FirstOpening:
+    """How a conversation about one of the first rows begins, and the rules of all; nothing without an environment."""
+
+    rules: Rules | None = None
+    number: int = 0
+    opening: Opening | None = None
+
+
+def open_first(
+    recipe: Recipe,
+    basis: Basis,
+    environment: EnvironmentPool | None,
+    rows: Sequence[Row],
+    has_messages: bool,
+) -> FirstOpening:
+    """Begin a conversation with the environment, of which `rows` are the first; raises if none begins."""
+    if environment is None:
+        return FirstOpening()
+    number, opening = first_opening(environment, rows, sample_seed(recipe.train.seed, -1, 0))
+    context = max_positions(basis.config)
+    rules = make_rules(recipe, basis.tokenizer, has_messages, environment.facts, opening, context)
+    return FirstOpening(rules, number, opening)
+
+
+def make_inputs(recipe: Recipe, basis: Basis, data: Data, opened: FirstOpening) -> Inputs:
+    """What a run reads, from its parts."""
+    canary = data.prompts[0].tokens
+    if opened.rules is not None and opened.opening is not None:
+        first = data.prompts[opened.number]
+        canary = first_prompt(opened.rules, first, opened.opening, recipe.rollout.max_new_tokens)
+    tokenizer, config = basis.tokenizer, basis.config
+    return Inputs(tokenizer, config, data.prompts, data.held_out, basis.stop_ids, canary, opened.rules)
 
 
 def check_model(recipe: Recipe, config: PretrainedConfig, num_ranks: int) -> None:
@@ -140,8 +200,8 @@ def _load_tokenizer(folder: Path, trust_remote_code: bool) -> Any:
             return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:  # tokenizers raise types of their own for files that are missing or wrong
         reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
-        if not any((folder / name).exists() for name in _TOKENIZER_FILES):
-            reason = f"there is none of {', '.join(_TOKENIZER_FILES)}."
+        if not any((folder / name).exists() for name in TOKENIZER_FILES):
+            reason = f"there is none of {', '.join(TOKENIZER_FILES)}."
         message = f"the tokenizer of {folder} cannot be loaded: {reason}"
         raise fail("C005", "data", message, fix="put the model's tokenizer files into its folder") from error
 

@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import os
 import platform
-import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -23,14 +21,15 @@ from packaging.specifiers import SpecifierSet
 
 from shardproof.config.schema import Recipe
 from shardproof.errors import ShardproofError
-from shardproof.files import LOCK_NAME, FolderLock
 from shardproof.findings import Finding
+from shardproof.folder_lock import LOCK_NAME, FolderLock
 from shardproof.model.inventory import take_inventory
 from shardproof.model.roles import POLICY
 from shardproof.model.skeleton import build_skeleton
 from shardproof.rl.algorithms.registry import find_algorithm
 from shardproof.rl.checks import check_ahead, model_folder
 from shardproof.rl.hub import check_hub
+from shardproof.rl.machine import available_memory, existing_folder
 from shardproof.rl.place import CHECKPOINTS, check_folder, checkpoint_steps
 from shardproof.rl.same_run import Resume
 from shardproof.rl.sizing.recipe import PROCESS_BYTES, held_in_host
@@ -192,7 +191,7 @@ def check_output(start: Start) -> list[Finding]:
     """The run's folder is, or may become, this run's; nobody else is at work in it; this user may write there."""
     folder = Path(start.recipe.output.folder)
     check_folder(start.recipe, start.resume)
-    existing = _existing(folder)
+    existing = existing_folder(folder)
     try:
         with tempfile.TemporaryFile(dir=existing):  # has no name where the file system can do without
             pass
@@ -221,7 +220,7 @@ def check_disk(start: Start) -> list[Finding]:
     if find_algorithm(recipe.algorithm.name).spec.has_critic:
         checkpoint += whole
     model = start.num_elements * _itemsize(output.model_dtype or "bfloat16") if output.save_model else 0
-    needed, free = num_checkpoints * checkpoint + model, shutil.disk_usage(_existing(folder)).free
+    needed, free = num_checkpoints * checkpoint + model, shutil.disk_usage(existing_folder(folder)).free
     if needed <= free:
         return []
     what = f"{num_checkpoints} checkpoint{'s' * (num_checkpoints > 1)}{' and the model' if model else ''}"
@@ -236,7 +235,7 @@ def check_memory(start: Start) -> list[Finding]:
 
     Activations come on top; `shardproof estimate` counts them too.
     """
-    available = _available_memory()
+    available = available_memory()
     if available is None:
         return []
     needed = start.num_ranks * PROCESS_BYTES
@@ -270,33 +269,6 @@ CHECKS: tuple[Callable[[Start], list[Finding]], ...] = (
     check_disk,
     check_memory,
 )
-
-
-def _available_memory() -> int | None:
-    """Bytes of memory and swap that processes can still get on this machine and in this container."""
-    limits = list(_memory_limits())
-    return min(limits) if limits else None
-
-
-def _memory_limits() -> Iterator[int]:
-    try:
-        text = Path("/proc/meminfo").read_text()
-    except OSError:
-        return
-    found = {name: int(kib) * 1024 for name, kib in re.findall(r"^(\w+):\s+(\d+) kB", text, re.MULTILINE)}
-    if "MemAvailable" in found:
-        yield found["MemAvailable"] + found.get("SwapFree", 0)
-    try:
-        limit, used = (int(Path(f"/sys/fs/cgroup/memory.{name}").read_text()) for name in ("max", "current"))
-    except (OSError, ValueError):  # no cgroup of version 2, or no limit
-        return
-    yield limit - used
-
-
-def _existing(folder: Path) -> Path:
-    """The folder, or the nearest one above it that exists."""
-    real = Path(os.path.realpath(folder))
-    return next(path for path in (real, *real.parents) if path.is_dir())
 
 
 def _version(name: str) -> str | None:

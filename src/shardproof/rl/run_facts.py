@@ -10,7 +10,7 @@ import shlex
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from shardproof.config.defaults import differences_from_defaults
 from shardproof.config.schema import Recipe
 from shardproof.files import write_atomic
 from shardproof.report.read import FACTS_NAME
+from shardproof.rl.machine import cpu_model
 from shardproof.text import without_secrets
 from shardproof.version import __version__
 
@@ -29,8 +30,8 @@ COMMAND = "SHARDPROOF_COMMAND"  # the environment variable in which the launcher
 _PACKAGES = ("torch", "transformers", "safetensors", "peft", "vllm", "numpy")
 
 
-def take_facts(recipe: Recipe) -> dict[str, Any]:
-    """The facts of a run that starts now, as rank 0 sees them."""
+def take_facts(recipe: Recipe, hosts: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
+    """The facts of a run that starts now, as rank 0 sees them; `hosts` are those of its ranks, where there are several."""
     return {
         "shardproof": __version__,
         "commit": _commit(),
@@ -41,7 +42,8 @@ def take_facts(recipe: Recipe) -> dict[str, Any]:
         "packages": {name: version for name in _PACKAGES if (version := _version(name))},
         "hardware": _hardware(),
         "ranks": dist.get_world_size(),
-        "nodes": int(os.environ.get("GROUP_WORLD_SIZE", "1")),
+        "nodes": max(len(hosts), 1),
+        **({"hosts": [dict(each) for each in hosts]} if hosts else {}),
         "changed": without_secrets(differences_from_defaults(recipe)),
     }
 
@@ -72,17 +74,8 @@ def _commit() -> str | None:
 def _hardware() -> dict[str, Any]:
     gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     return {
-        "cpu": _cpu_model(),
+        "cpu": cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "gpus": [{"name": gpu.name, "memory_bytes": gpu.total_memory} for gpu in gpus],
     }
-
-
-def _cpu_model() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
-    except OSError:
-        lines = []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.machine())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -21,18 +21,18 @@ from shardproof.errors import fail
 from shardproof.export.stream import WeightStream
 from shardproof.model.exact import make_exact
 from shardproof.model.roles import RoleModule
-from shardproof.rl.agreement import agree_on
 from shardproof.rl.algorithms.base import Algorithm
 from shardproof.rl.algorithms.registry import make_algorithm
 from shardproof.rl.background import BackgroundRollouts
 from shardproof.rl.buffer import Buffer
-from shardproof.rl.checks import Inputs, check_ahead, check_inputs, make_lora
+from shardproof.rl.checks import Inputs, check_ahead, make_lora
 from shardproof.rl.conversations.prepare import start_workers
 from shardproof.rl.conversations.waves import Conversations
 from shardproof.rl.data import Prompt, PromptStream, Share
 from shardproof.rl.drift import MismatchWatch
 from shardproof.rl.experience import Scorers
 from shardproof.rl.finished import FinishedBuffer
+from shardproof.rl.inputs import read_inputs
 from shardproof.rl.proofs import Ledger, proved_load
 from shardproof.rl.rewards import RewardRunner, RewardSpec
 from shardproof.rl.rollouts import Sampler
@@ -64,8 +64,8 @@ class Run:
     sampler: Sampler
     buffer: Buffer  # of what is sampled to be trained on
     weights: WeightStream  # what the engine is sent
-    prompts: list[Prompt]
-    held_out: list[Prompt]
+    prompts: Sequence[Prompt]
+    held_out: Sequence[Prompt]
     stream: PromptStream
     sampling: Sampling
     share: Share  # of the prompts, that this rank takes
@@ -91,14 +91,14 @@ def set_up(recipe: Recipe, ledger: Ledger | None = None, step: int = 0) -> Run:
     init_distributed()
     workers: EnvironmentPool | None = None
     try:
-        with together("data"):
-            if recipe.environment is not None:
-                logger.info("starting the environment ...")
+        if recipe.environment is not None:
+            logger.info("starting the environment ...")
+            with together("data"):
                 workers = start_workers(recipe.environment)
-            logger.info("reading the data ...")
-            inputs = check_inputs(recipe, workers)
+        logger.info("reading the data ...")
+        inputs = read_inputs(recipe, workers)
+        with together("data"):
             algorithm = make_algorithm(recipe.algorithm, recipe.rollout)
-        agree_on(recipe, inputs)
         return _load(recipe, inputs, algorithm, workers, ledger, step)
     except BaseException:
         if workers is not None:

@@ -13,11 +13,12 @@ from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
 from shardproof.errors import fail
 from shardproof.foreign import MAX_TEXT_BYTES, is_inside, open_foreign, read_json
-from shardproof.weights.reader import Checkpoint, open_checkpoint
+from shardproof.weights.reader import INDEX_NAME, Checkpoint, open_checkpoint
 
 _HUB_PATTERNS = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.py"]
 # What transformers opens by itself, when it is asked for a config or a tokenizer.
 _TEXT_PATTERNS = ["*.json", "*.txt", "*.model", "*.jinja", "additional_chat_templates/*.jinja"]
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 _TOKENIZER_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "tokenizer.json")
 _MAX_CONFIG_BYTES = 16 * 2**20
 # A module is built for each of these, so an absurd number of them would take forever.
@@ -117,6 +118,17 @@ def check_texts(folder: Path) -> None:
     for path in sorted(path for pattern in _TEXT_PATTERNS for path in folder.glob(pattern)):
         if not is_inside(path, folder) or not path.is_dir():
             open_foreign(path, "source", inside=folder, max_bytes=MAX_TEXT_BYTES).close()
+
+
+def text_files(folder: Path) -> list[str]:
+    """The names of a folder's config, tokenizer and templates: what `transformers` reads besides weights."""
+    found = {path for pattern in _TEXT_PATTERNS for path in folder.glob(pattern) if path.is_file()}
+    return sorted(path.relative_to(folder).as_posix() for path in found if path.name != INDEX_NAME)
+
+
+def has_texts(folder: Path) -> bool:
+    """Whether a folder has a config and a tokenizer."""
+    return (folder / CONFIG_NAME).is_file() and any((folder / name).is_file() for name in TOKENIZER_FILES)
 
 
 def check_tokenizer_keys(folder: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -63,12 +63,12 @@ def rows_of(pool: EnvironmentPool | None, source: str) -> list[tuple[str, Row]]:
 def make_rules(
     recipe: Recipe,
     tokenizer: Any,
-    rows: Iterable[Row],
+    has_lists: bool,
     facts: EnvironmentFacts,
     opening: Opening,
     context: int | None,
 ) -> Rules:
-    """What all conversations follow, of which `opening` is an example.
+    """What all conversations follow, of which `opening` is an example; `has_lists` says that some prompts are messages.
 
     Raises R508 if the template rewrites earlier turns and the recipe refuses that, C001 if the model's tool calls cannot
     be read.
@@ -77,7 +77,7 @@ def make_rules(
     assert settings is not None
     tools = facts.tools if opening.tools is None else opening.tools
     has_messages = opening.messages is not None and not isinstance(opening.messages, str)
-    chat = _uses_template(recipe, tokenizer, rows, bool(tools), has_messages)
+    chat = _uses_template(recipe, tokenizer, bool(tools), has_messages or has_lists)
     rewrites: Sequence[object] = []
     form: ChatFormat | PlainFormat = PlainFormat(tokenizer)
     if chat:
@@ -111,9 +111,7 @@ def make_rules(
     )
 
 
-def _uses_template(
-    recipe: Recipe, tokenizer: Any, rows: Iterable[Row], has_tools: bool, has_messages: bool
-) -> bool:
+def _uses_template(recipe: Recipe, tokenizer: Any, has_tools: bool, has_messages: bool) -> bool:
     """Whether conversations go through the chat template: with tools, with lists of messages, or with `data.chat`."""
     if not getattr(tokenizer, "chat_template", None):
         if has_tools:
@@ -122,9 +120,7 @@ def _uses_template(
                 "C005", "data", message, fix="use a model whose tokenizer has a chat template with tools"
             )
         return False
-    column = recipe.data.prompt_column
-    lists = any(isinstance(row.get(column), list) for row in rows)
-    return has_tools or has_messages or recipe.data.chat or lists
+    return has_tools or has_messages or recipe.data.chat
 
 
 def first_opening(pool: EnvironmentPool, rows: Sequence[Row], seed: int) -> tuple[int, Opening]:
