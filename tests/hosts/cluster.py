@@ -100,13 +100,14 @@ class Cluster:
         hosts: Sequence[Host] | None = None,
         nnodes: int | str | None = None,
         max_restarts: int = 0,
+        endpoint: str | None = None,
         env: Mapping[str, str] | None = None,
         real: bool = False,
     ) -> list[Program]:
         """Start the documented `shardproof train` command on each host."""
         chosen = self.hosts if hosts is None else list(hosts)
         counts = [ranks] * len(chosen) if isinstance(ranks, int) else ranks
-        start = ["--nnodes", str(nnodes or len(chosen)), "--rdzv-endpoint", self.endpoint]
+        start = ["--nnodes", str(nnodes or len(chosen)), "--rdzv-endpoint", endpoint or self.endpoint]
         if max_restarts:
             start += ["--max-restarts", str(max_restarts)]
         command = ("shardproof", "train")
