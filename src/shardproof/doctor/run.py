@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM
 
 from shardproof import __version__
 from shardproof.dist.collectives import broadcast, exchange, together
+from shardproof.dist.hosts import hosts
 from shardproof.dist.launch import init_distributed, resolve_device, shut_down
 from shardproof.doctor.matrix import matrix_of
 from shardproof.doctor.probes import STAGES, Patient, Probe
@@ -135,9 +136,10 @@ def _facts(request: Request, longest: int) -> dict[str, str]:
     """What was examined; `longest` is the length of the longest sequence that was run, 0 if none was."""
     shorter = f" instead of {request.seq_len}: the model has no more positions"
     device = torch.cuda.get_device_name() if request.device == "cuda" else platform.machine()
+    ranks, where = dist.get_world_size(), hosts()
     return {
         "role": request.role,
-        "ranks": str(dist.get_world_size()),
+        "ranks": f"{ranks} on {where.place(range(ranks))}" if where.num > 1 else str(ranks),
         "device": f"{request.device} ({device})",
         "sequence length": f"{longest or 'none'}{shorter if 0 < longest < request.seq_len else ''}",
         "versions": f"shardproof {__version__}, torch {torch.__version__}, transformers {transformers.__version__}",
