@@ -52,7 +52,6 @@ class Outcome:
     """What a run left behind."""
 
     seconds: float
-    exit_codes: dict[str, int]
     metrics: str  # the digest of metrics.jsonl without time/*
     weights: str  # the digest of the saved model
     checkpoint: str  # the digest of the newest checkpoint: weights, moments and counters of all ranks
@@ -103,8 +102,9 @@ def run_training(num_steps: int, save_every: int, deaths: Sequence[Death]) -> tu
         codes = {name: program.wait(_PATIENCE_S) for name, program in programs.items()}
         seconds = time.monotonic() - began
         said = cluster.transcript()
+        assert set(codes.values()) == {0}, f"exit codes {codes}:\n{said}"
         counts = [int(count) for count in re.findall(r"\(restart (\d+) of", said)]
-        return Outcome(round(seconds, 1), codes, *_digests(folder), max(counts, default=0)), said
+        return Outcome(round(seconds, 1), *_digests(folder), max(counts, default=0)), said
 
 
 def _rows(folder: Path) -> list[dict[str, Any]]:
