@@ -162,7 +162,9 @@ class Agent:
         """The address at which the other hosts of a round reach this one."""
         if self._local_address:
             return self._local_address
-        others = [host["address"] for host in hosts if host["address"]]
+        found = [host["address"] for host in hosts if host["address"]]
+        # A host that shares its machine with the rendezvous reaches that through loopback, which nobody else can use.
+        others = [address for address in found if not addresses.is_loopback(address)]
         return addresses.address_towards(others[-1]) if len(hosts) > 1 and others else "127.0.0.1"
 
     def _say_waiting(self, here: list[str]) -> None:
