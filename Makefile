@@ -30,7 +30,7 @@ export TRANSFORMERS_VERBOSITY := error
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 
 .DEFAULT_GOAL := test
-.PHONY: setup vllm demo browser namespaces compiler lint docs test-hosts test-core test-runs test-adapters test-docs test-vllm test format clean
+.PHONY: setup vllm demo browser namespaces compiler lint docs test-hosts test-core test-runs test-adapters test-docs test-ray test-vllm test format clean
 
 setup: $(STAMP)
 
@@ -100,7 +100,7 @@ test-core: $(STAMP) .venv-triton/.stamp namespaces
 
 # What is made of them: whole runs, the doctor, and the museum of other people's bugs.
 test-runs: $(STAMP) browser
-	$(PYTEST) $(RUNS) --ignore=tests/environments/adapters
+	$(PYTEST) $(RUNS) --ignore=tests/environments/adapters --ignore=tests/cli/ray
 
 # The documentation: built as a site, its reference pages compared with the source, its code blocks run.
 test-docs: $(STAMP) browser
@@ -117,10 +117,14 @@ test-hosts: $(STAMP)
 		echo "$(PYTEST) -n 2 tests/hosts"; $(PYTEST) -n 2 tests/hosts; \
 	else echo "make test-hosts: left out: $$lacking"; fi
 
+# Runs on a Ray cluster of several nodes on this machine, one of which is killed.
+test-ray: $(STAMP) .venv-ray/.stamp
+	$(PYTEST) -n 0 tests/cli/ray
+
 test-vllm: $(VLLM_STAMP)
 	$(PYTEST) -n 2 tests/rollout/vllm
 
-test: lint test-core test-runs test-hosts test-adapters test-docs $(EXTRA_STAGES)
+test: lint test-core test-runs test-hosts test-adapters test-docs test-ray $(EXTRA_STAGES)
 
 # The documentation as a site, in site/. A broken link ends the build.
 docs: $(STAMP)

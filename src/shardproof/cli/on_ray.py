@@ -12,7 +12,6 @@ import signal
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -21,15 +20,15 @@ from shardproof.cli.options import STOPPED_BY_FINDING, Options
 from shardproof.cli.ray_console import Console, repeat
 from shardproof.errors import fail
 from shardproof.terminal import Terminal
+from shardproof.text import printable
 
 if TYPE_CHECKING:
     from shardproof.config.schema import Recipe
 
 logger = logging.getLogger(__name__)
 
-_SIGNALLED = 128  # a shell's exit codes for signals begin above it
 _HEAR_S = 0.5  # how long the terminal waits for news before it looks at signals
-_SAME_INTERRUPT_S = 1.0  # a terminal and a wrapper may both deliver one Ctrl-C
+_NAMED = 8  # hosts that a line names
 _OBJECT_STORE = 2**27  # bytes, for a cluster of our own: only lines of text and the recipe pass through it
 # Workers inherit the environment of Ray's own processes. These variables of the starting terminal are for all ranks.
 _PASSED_ON = (
@@ -71,7 +70,8 @@ def launch_on_ray(recipe: Recipe, options: Options, terminal: Terminal) -> None:
         message = "--on ray needs the package ray, which is not installed."
         raise fail("C007", "ray", message, fix="pip install 'shardproof[ray]'")
     part = Part.begin(recipe, options.from_step)
-    with _connected(recipe):
+    # Ray prints there what its own processes log when a node is lost. Ours speak on stderr.
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), _connected(recipe, options):
         code = _run(recipe, options, terminal)
     show_footer(part, code, terminal)
     if code:
@@ -79,9 +79,10 @@ def launch_on_ray(recipe: Recipe, options: Options, terminal: Terminal) -> None:
 
 
 @contextlib.contextmanager
-def _connected(recipe: Recipe) -> Iterator[None]:
+def _connected(recipe: Recipe, options: Options) -> Iterator[None]:
     """A connection to the cluster that RAY_ADDRESS names, or to one on this machine for the time of the block."""
     os.environ.update(_TRAIN)
+    os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", str(options.rdzv_timeout_s))
     address = os.environ.get("RAY_ADDRESS")
     if not address:
         for name, value in _OWN_CLUSTER.items():
@@ -94,8 +95,8 @@ def _connected(recipe: Recipe) -> Iterator[None]:
 
     import ray
 
-    # Ray's own lines stay in its log files; what ranks write themselves is shown.
-    quiet = {"logging_config": ray.LoggingConfig(log_level="CRITICAL"), "log_to_driver": True}
+    # Ray's own lines stay in its log files; what ranks say comes through the console.
+    quiet = {"logging_config": ray.LoggingConfig(log_level="CRITICAL"), "log_to_driver": False}
     level = logging.getLogger().level
     try:
         if address:
@@ -104,7 +105,8 @@ def _connected(recipe: Recipe) -> Iterator[None]:
         else:
             logger.info("starting Ray on this machine ...")
             num_cpus = max(os.cpu_count() or 1, recipe.train.ranks or 0)
-            ray.init(num_cpus=num_cpus, include_dashboard=False, object_store_memory=_OBJECT_STORE, **quiet)
+            own = {"num_cpus": num_cpus, "include_dashboard": False, "object_store_memory": _OBJECT_STORE}
+            ray.init(address="local", **own, **quiet)  # not the one that `ray start` noted on this machine
     except (ConnectionError, RuntimeError, ValueError) as error:
         message = f"the Ray cluster cannot be reached or started: {error}"
         fix = "make sure that `ray status` answers with the same RAY_ADDRESS, Python and version of Ray"
@@ -121,25 +123,31 @@ def _run(recipe: Recipe, options: Options, terminal: Terminal) -> int:
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+    from shardproof.dist.signals import SIGNALLED, Signals
+
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     console = ray.remote(num_cpus=0, scheduling_strategy=here)(Console).remote()
     with tempfile.TemporaryDirectory(prefix="shardproof-ray-", ignore_cleanup_errors=True) as folder:
         fit = _Fit(_trainer(recipe, options, console, folder))
-        with _Signals() as signals:
+        with Signals() as signals:
             fit.start()
+            is_told = False
             restarts = _Restarts(options.max_restarts, terminal)
             while fit.is_alive():
-                if signals.again:
+                if signals.is_repeated:
                     logger.warning("interrupted again: the ranks were killed before they could save")
-                    return _SIGNALLED + signal.SIGINT
-                if signals.take():
+                    return SIGNALLED + signal.SIGINT
+                if signals.number and not is_told:
+                    is_told = True
+                    if not ray.get(console.stop.remote(signals.number)):
+                        logger.info("stopped before the ranks began")
+                        return SIGNALLED + signals.number
                     logger.info("stopping the ranks; press Ctrl-C again to kill them")
-                    console.stop.remote(signals.number)
                 for event in ray.get(console.hear.remote(_HEAR_S)):
                     _show(event, terminal, restarts)
         for event in ray.get(console.hear.remote(0.0)):
             _show(event, terminal, restarts)
-    code, text = fit.outcome()
+    code, text = fit.outcome(restarts.hosts)
     terminal.pause()
     if text:
         terminal.show(text)
@@ -147,10 +155,15 @@ def _run(recipe: Recipe, options: Options, terminal: Terminal) -> int:
 
 
 def _show(event: dict[str, Any], terminal: Terminal, restarts: _Restarts) -> None:
-    if event["kind"] == "record":
-        repeat(event, terminal)
-    else:
+    if event["kind"] == "failed":
         restarts.see(event["ranks"])
+    elif event["kind"] == "placed":
+        restarts.hosts = event["hosts"]
+        names = list(dict.fromkeys(restarts.hosts))
+        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+        logger.info("Ray placed the ranks on %s%s", ", ".join(names[:_NAMED]), more)
+    else:
+        repeat(event, terminal)
 
 
 class _Restarts:
@@ -158,12 +171,13 @@ class _Restarts:
 
     def __init__(self, num: int, terminal: Terminal):
         self._num, self._used, self._terminal = num, 0, terminal
+        self.hosts: list[str] = []  # of each rank
 
     def see(self, failures: dict[int, tuple[int, str]]) -> None:
         self._used += 1
         if self._used <= self._num:
             self._terminal.pause()
-            self._terminal.show(_finding(failures)[1])
+            self._terminal.show(_finding(failures, self.hosts)[1])
             logger.warning("Ray starts the ranks again: restart %d of %d", self._used, self._num)
 
 
@@ -182,8 +196,8 @@ class _Fit(threading.Thread):
         except Exception as error:
             self._error = error
 
-    def outcome(self) -> tuple[int, str]:
-        """The exit code, and what there is to say."""
+    def outcome(self, hosts: list[str]) -> tuple[int, str]:
+        """The exit code, and what there is to say; `hosts` are those of the ranks."""
         from ray.train import WorkerGroupError
 
         from shardproof.cli.ray_ranks import describe_failures
@@ -191,21 +205,26 @@ class _Fit(threading.Thread):
         if self._error is None:
             return self._result.return_value["code"], self._result.return_value["text"]
         if isinstance(self._error, WorkerGroupError):
-            return _finding(describe_failures(self._error.worker_failures))
+            return _finding(describe_failures(self._error.worker_failures), hosts)
         cause = getattr(self._error, "controller_failure", self._error)
-        message = f"Ray could not run the ranks: {type(cause).__name__}: {cause}"
+        cause = (
+            getattr(cause, "cause", None) or cause
+        )  # an error of a worker, without Ray's traceback around it
+        message = f"Ray could not run the ranks: {type(cause).__name__}: {printable(str(cause))}"
         return STOPPED_BY_FINDING, str(fail("T308", "ray", message, fix="see `ray status` and Ray's logs"))
 
 
-def _finding(failures: dict[int, tuple[int, str]]) -> tuple[int, str]:
+def _finding(failures: dict[int, tuple[int, str]], hosts: list[str]) -> tuple[int, str]:
     """The exit code and the finding of ranks that failed: their own where one of them had the time to find it."""
     for _, (code, text) in sorted(failures.items()):
         if code == STOPPED_BY_FINDING and text:
             return code, text
     rank, (_, text) = min(failures.items())
-    ranks = f"rank{'s' * (len(failures) > 1)} {', '.join(map(str, sorted(failures)))}"
-    fix = "read the lines above, and Ray's logs of that node"
-    return STOPPED_BY_FINDING, str(fail("T308", "ray", f"{ranks} failed: {text}", rank=rank, fix=fix))
+    host = f" on host {hosts[rank]}" if rank < len(hosts) else ""
+    others = ", ".join(map(str, sorted(failures)[1:]))
+    message = f"failed{host}{f', as did ranks {others}' if others else ''}: {text}"
+    fix = "read the lines above, and Ray's logs of that host; --max-restarts lets a run go on by itself"
+    return STOPPED_BY_FINDING, str(fail("T308", "ray", message, rank=rank, fix=fix))
 
 
 def _trainer(recipe: Recipe, options: Options, console: Any, folder: str) -> Any:
@@ -230,11 +249,16 @@ def _trainer(recipe: Recipe, options: Options, console: Any, folder: str) -> Any
             options=options,
             environment={name: value for name, value in os.environ.items() if name.startswith(_PASSED_ON)},
             folder=os.getcwd(),
+            console=console,
         ),
         scaling_config=_scaling(recipe, options),
         run_config=RunConfig(
             storage_path=folder,
-            failure_config=FailureConfig(max_failures=options.max_restarts, controller_failure_limit=0),
+            failure_config=FailureConfig(
+                max_failures=options.max_restarts,
+                max_preemption_failures=options.max_restarts,
+                controller_failure_limit=options.max_restarts,  # a node that is lost while ranks start
+            ),
             callbacks=[Watcher(console)],
             worker_runtime_env={"env_vars": early},
         ),
@@ -246,7 +270,7 @@ def _scaling(recipe: Recipe, options: Options) -> Any:
     import ray
     from ray.train import ScalingConfig
 
-    from shardproof.dist.launch import node_range
+    from shardproof.dist.start import node_range
 
     gpus = [int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]]
     per_host = recipe.train.ranks or max(gpus, default=0) or 1
@@ -264,35 +288,3 @@ def _scaling(recipe: Recipe, options: Options) -> Any:
         resources_per_worker=each,
         placement_strategy="SPREAD" if per_host == 1 and high > 1 else "PACK",
     )
-
-
-class _Signals:
-    """Inside the block, notes SIGINT, SIGTERM and SIGHUP; `again` is true after a second Ctrl-C."""
-
-    def __init__(self) -> None:
-        self.number, self.again = 0, False
-        self._taken, self._first_at = False, 0.0
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> _Signals:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
-                self._before[number] = signal.signal(number, self._note)
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def take(self) -> bool:
-        """Whether a signal came; true once."""
-        if not self.number or self._taken:
-            return False
-        self._taken = True
-        return True
-
-    def _note(self, number: int, _: object) -> None:
-        if not self.number:
-            self.number, self._first_at = number, time.monotonic()
-        elif number == signal.SIGINT and time.monotonic() - self._first_at >= _SAME_INTERRUPT_S:
-            self.again = True

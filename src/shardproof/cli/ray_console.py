@@ -1,15 +1,17 @@
 """Between the ranks of a run on Ray and the terminal that started it: what ranks say, and that they should stop.
 
-Ray's own way for workers' output may lose the last lines of a process that ends, and knows no progress bars.
+Ray's own way for workers' output may lose the last lines of a process that ends, knows no progress bars, and mixes it with
+the logs of Ray's own processes.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import logging
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TextIO
 
 from shardproof.terminal import Bar, Terminal
 
@@ -24,9 +26,12 @@ class Console:
         self._news = asyncio.Event()
         self._number = 0
         self._stop = asyncio.Event()
+        self._is_heard = False  # a rank waits for the stop
 
     async def say(self, event: dict[str, Any]) -> None:
         """Keep what a rank or the controller has to say."""
+        if event["kind"] == "failed":
+            self._is_heard = False
         self._said.append(event)
         self._news.set()
 
@@ -38,13 +43,15 @@ class Console:
         said, self._said = self._said, []
         return said
 
-    async def stop(self, number: int) -> None:
-        """Let the ranks know that a signal came."""
+    async def stop(self, number: int) -> bool:
+        """Let the ranks know that a signal came; returns whether there are any yet."""
         self._number = number
         self._stop.set()
+        return self._is_heard
 
     async def wait_for_stop(self) -> int:
         """The signal that came, once one has."""
+        self._is_heard = True
         await self._stop.wait()
         return self._number
 
@@ -84,8 +91,35 @@ class Sent(Terminal):
         super().close()
 
 
+class Printed(io.TextIOBase):
+    """What a rank's code prints, line by line: on the terminal that started the run, and in Ray's log of the rank."""
+
+    def __init__(self, console: Any, rank: int, log: TextIO):
+        self._console, self._log, self._begun = console, log, ""
+        self._prefix = f"rank {rank}: " if rank else ""
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._log.fileno()
+
+    def write(self, text: str) -> int:
+        self._log.write(text)
+        *lines, self._begun = (self._begun + text).split("\n")
+        for line in lines:
+            self._console.say.remote({"kind": "line", "text": f"{self._prefix}{line}"})
+        return len(text)
+
+    def flush(self) -> None:
+        self._log.flush()
+
+
 def repeat(event: dict[str, Any], terminal: Terminal) -> None:
-    """Show a record of a rank on this terminal."""
+    """Show a line or a record of a rank on this terminal."""
+    if event["kind"] == "line":
+        terminal.show(event["text"])
+        return
     record = logging.LogRecord(event["name"], event["level"], "", 0, "%s", (event["text"],), None)
     record.created = event["created"]
     if event["bar"] is not None:

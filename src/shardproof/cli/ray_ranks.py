@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import re
 import socket
+import sys
 import threading
 import traceback
 from dataclasses import dataclass, field
@@ -17,7 +20,7 @@ from ray.train.backend import Backend
 from ray.train.torch import TorchConfig
 
 from shardproof.cli.options import UNUSABLE, Options, exit_code_of
-from shardproof.cli.ray_console import Sent
+from shardproof.cli.ray_console import Printed, Sent
 from shardproof.errors import ShardproofError, error_for
 from shardproof.terminal import attached
 from shardproof.text import printable, sanitise_logging
@@ -44,6 +47,7 @@ class RankConfig(TorchConfig):
     options: Options = field(default_factory=Options)
     environment: dict[str, str] = field(default_factory=dict)
     folder: str = ""  # in which the command was started
+    console: Any = None
 
     @property
     def backend_cls(self) -> type[Backend]:
@@ -67,11 +71,13 @@ class RankBackend(Backend):
 
     def on_start(self, worker_group: Any, backend_config: RankConfig) -> None:
         places = worker_group.execute(_place)
-        hosts = {host for host, _ in places}
+        hosts = {host for host, _, _ in places}
+        names = [f"{name} ({address})" for _, name, address in places]
+        backend_config.console.say.remote({"kind": "placed", "hosts": names})
         shared = {
             "GROUP_WORLD_SIZE": str(len(hosts)),
             # Ranks on one host need no other interface than loopback.
-            "MASTER_ADDR": places[0][1] if len(hosts) > 1 else "127.0.0.1",
+            "MASTER_ADDR": places[0][2] if len(hosts) > 1 else "127.0.0.1",
             "MASTER_PORT": str(worker_group.execute_single(0, _free_port)),
             "TORCHELASTIC_RESTART_COUNT": str(self.num_starts),
             "SHARDPROOF_ATTEMPT": f"{backend_config.job}:{self.num_starts}",
@@ -108,18 +114,21 @@ def _in_short(error: Exception) -> str:
     if died is error:
         return printable(f"{type(error).__name__}: {' '.join(lines)}")
     # Ray's first line says that the actor died, those with a tab name the actor, and the rest say why.
-    return printable(" ".join(line for line in lines if ": " not in line[:24]))[:400]
+    why = " ".join(line for line in lines if ": " not in line[:24])
+    why = re.sub(r"^The actor \w+ is unavailable: | rpc_code: .*", "", why)
+    return printable(f"its node or its process was lost; Ray says: {why}")[:400]
 
 
 def run_rank(config: dict[str, Any]) -> dict[str, Any]:
     """One rank's run: its exit code and finding, where all ranks end alike; raises `RankEnded` where it may start again."""
     from shardproof.cli.ranks import run_attached
-    from shardproof.rl.stopping import STOP_EXIT_CODES
+    from shardproof.dist.signals import SIGNALLED
 
     rank, options = int(os.environ["RANK"]), config["options"]
     sanitise_logging()
     logging.getLogger().setLevel(logging.WARNING)  # Ray's was above it, to silence Ray
-    with attached(options.quiet, rank, Sent(config["console"], rank)) as terminal:
+    printed = contextlib.redirect_stdout(Printed(config["console"], rank, sys.stdout))
+    with printed, attached(options.quiet, rank, Sent(config["console"], rank)) as terminal:
         if _refused:
             error = error_for([finding for each in _refused for finding in each.findings])
             return {"code": exit_code_of(error), "text": str(error)}
@@ -135,7 +144,7 @@ def run_rank(config: dict[str, Any]) -> dict[str, Any]:
         except Exception:
             logger.error("%s", traceback.format_exc())
             raise
-    if code in (UNUSABLE, *STOP_EXIT_CODES):
+    if code == UNUSABLE or code > SIGNALLED:
         return {"code": code, "text": text}
     raise RankEnded(code, text)
 
@@ -153,9 +162,9 @@ def _stop_with(console: Any) -> None:
     threading.Thread(target=wait, daemon=True, name="shardproof-stop").start()
 
 
-def _place() -> tuple[int, str]:
-    """The number of this worker's host, and the host's address."""
-    return ray.train.get_context().get_node_rank(), ray.util.get_node_ip_address()
+def _place() -> tuple[int, str, str]:
+    """The number of this worker's host, and the host's name and address."""
+    return ray.train.get_context().get_node_rank(), socket.gethostname(), ray.util.get_node_ip_address()
 
 
 def _free_port() -> int:
