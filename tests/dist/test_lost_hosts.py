@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from shardproof.dist import lost, news, stacks
-from shardproof.dist.deadline import deadline, joining
+from shardproof.dist.deadline import HOST_NAMES, deadline, joining
 from shardproof.dist.groups import keep_in_time, new_group, timeout_of
 from shardproof.dist.hosts import Hosts
 from shardproof.errors import ShardproofError
@@ -154,10 +154,25 @@ def test_every_group_waits_as_long_as_the_deadline_says():
     assert run_ranks(2, timeouts_around_a_deadline) == [expected] * 2
 
 
-def test_hosts_that_cannot_meet_say_who_and_where(monkeypatch):
-    for name, value in {"RANK": "3", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}.items():
+@pytest.mark.parametrize(
+    "names, others",
+    [
+        ("[]", "the other ranks"),
+        ('["a", "b"]', "the ranks of host a"),
+        ('["a", "b", "c"]', "the ranks of hosts a, c"),
+    ],
+)
+def test_hosts_that_cannot_meet_say_who_and_where(monkeypatch, names, others):
+    known = {
+        "RANK": "3",
+        "GROUP_RANK": "1",
+        "MASTER_ADDR": "10.0.0.1",
+        "MASTER_PORT": "29500",
+        HOST_NAMES: names,
+    }
+    for name, value in known.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("socket.gethostname", lambda: "b")
-    said = r"rank 3 on host b could not join .* at 10\.0\.0\.1:29500, within 8 s"
+    said = rf"rank 3 on host b could not join {others}, at 10\.0\.0\.1:29500, within 8 s: "
     with pytest.raises(ShardproofError, match=said), joining(8):
         raise RuntimeError("wait timeout after 8000ms")

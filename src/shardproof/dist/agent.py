@@ -14,6 +14,7 @@ from typing import Any
 
 from shardproof.dist import addresses, news
 from shardproof.dist.attendance import Attendance
+from shardproof.dist.deadline import HOST_NAMES
 from shardproof.dist.interface import interface_variables
 from shardproof.dist.launch import STORE_FOLDER
 from shardproof.dist.meeting import (
@@ -224,6 +225,7 @@ class Agent:
             "TORCHELASTIC_USE_AGENT_STORE": str(answer["store"] is not None),
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
             ATTEMPT: f"{answer['job']}:{self._round - 1}",
+            HOST_NAMES: json.dumps([host["name"] for host in hosts]),
             **files,
             **self._work.variables,
         }

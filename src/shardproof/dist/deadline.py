@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import time
@@ -20,7 +21,10 @@ from shardproof.dist.groups import set_timeout, timeout_of
 from shardproof.dist.lost import Wait, explain
 from shardproof.dist.news import Interrupted, News
 from shardproof.errors import ShardproofError, fail
+from shardproof.text import printable
 
+HOST_NAMES = "SHARDPROOF_HOST_NAMES"  # of ranks: JSON, in the order of GROUP_RANK
+_MAX_NAMES = 4
 _MAX_SECONDS = 10**9  # more than timedelta and the backends can count with would overflow
 # What backends say when a peer is gone or does not answer.
 _LOST = (
@@ -148,9 +152,20 @@ def joining(seconds: float) -> Iterator[None]:
         first_line = str(error).strip().splitlines()[0][:300]
         place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         message = (
-            f"rank {os.environ['RANK']} on host {socket.gethostname()} could not join the other ranks, which meet at "
+            f"rank {os.environ['RANK']} on host {socket.gethostname()} could not join {_other_ranks()}, at "
             f"{place}, within {seconds:g} s: a host was lost, or the hosts do not reach each other. The backend says: "
             f"{first_line}"
         )
         fix = "look at the network between the hosts and at what the other hosts say, then rerun the same command"
         raise fail("T308", "launch", message, fix=fix) from error
+
+
+def _other_ranks() -> str:
+    """`the ranks of host b`, or `the other ranks` where the launcher named no hosts or this is the only one."""
+    names = json.loads(os.environ.get(HOST_NAMES, "[]"))
+    mine = int(os.environ.get("GROUP_RANK", "0"))
+    others = [printable(str(name)) for number, name in enumerate(names) if number != mine]
+    if not others:
+        return "the other ranks"
+    more = f" and {len(others) - _MAX_NAMES} more" if len(others) > _MAX_NAMES else ""
+    return f"the ranks of host{'s' * (len(others) > 1)} {', '.join(others[:_MAX_NAMES])}{more}"
