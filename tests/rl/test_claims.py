@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 from shardproof.config.load import from_json
 from shardproof.errors import ShardproofError
+from shardproof.folder_lock import ATTEMPT, FolderLock
 from shardproof.rl.folder import RunFolder
 from shardproof.rl.place import check_folder, checkpoint_steps
 from shardproof.rl.same_run import Resume
@@ -72,3 +74,57 @@ def test_a_run_whose_folder_was_removed_does_not_write_into_the_next_ones(tmp_pa
     recipe = small_recipe(tmp_path / "run")
     (said,) = run_ranks(1, two_runs, recipe, str(tmp_path / "run"))
     assert "E408" in said and "was removed, moved or taken over" in said
+
+
+def two_attempts(recipe: str, place: str) -> tuple[str, list[str]]:
+    """A run is frozen, started again, and goes on: what it then says, and the lines that it and the new one wrote."""
+    from shardproof.dist.launch import init_distributed
+
+    init_distributed()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(ATTEMPT, "job:0")
+        frozen = RunFolder(from_json(recipe))
+        frozen.claim()
+        save = FolderLock(Path(place) / "checkpoints")  # the run froze in a save
+        save.acquire("save")
+        with pytest.raises(ShardproofError, match="is in use by process"):
+            RunFolder(from_json(recipe)).claim()
+        patch.setenv(ATTEMPT, "job:1")
+        second = RunFolder(from_json(recipe))
+        second.claim()
+    second.note(1, "skipped", "by the second attempt")
+    frozen.note(1, "skipped", "by the frozen one")
+    frozen.outputs.append(Noting(second))
+    frozen.log(1, {"loss": 1.0})
+    with pytest.raises(ShardproofError) as caught:
+        frozen.end_step(0)
+    assert save.is_lost()  # so it publishes nothing
+    frozen.end("failed", caught.value)
+    frozen.release()
+    assert second.end_step(0) == (0, False)
+    second.end("finished")
+    second.release()
+    noted = [json.loads(line)["text"] for line in Path(place, "events.jsonl").read_text().splitlines()]
+    return str(caught.value), [*noted, json.loads(Path(place, "run.json").read_text())["status"]]
+
+
+class Noting:
+    """A logger that notes what it gets in the folder of another run."""
+
+    def __init__(self, folder: RunFolder):
+        self._folder = folder
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        self._folder.note(step, "skipped", "a step of the frozen one")
+
+    def close(self) -> None:
+        pass
+
+
+def test_an_attempt_that_was_frozen_writes_nothing_into_the_next_ones_folder(tmp_path: Path):
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    make_run(tmp_path / "run", steps=0, checkpoints=[])
+    recipe = small_recipe(tmp_path / "run")
+    ((said, noted),) = run_ranks(1, two_attempts, recipe, str(tmp_path / "run"))
+    assert "E408" in said and "taken over" in said
+    assert noted == ["by the second attempt", "finished"]

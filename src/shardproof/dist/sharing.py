@@ -79,23 +79,33 @@ def find_places(folder: Path, stage: str) -> Places:
         with together(stage) as told, _usable(folder, stage, found):
             if found.is_leader:
                 folder.mkdir(parents=True, exist_ok=True)
-                (folder / f"{_TOKEN}{token}").write_text(token)
+                write_token(folder, token)
                 told.mine = token
         tokens = [str(told.rows[found.leader_of(host)]) for host in range(found.num)]
         with together(stage) as seen:
             # A network's disk looks up a name anew that nobody has asked it for before.
-            seen.mine = next((host for host, each in enumerate(tokens) if _sees(folder, each)), None)
+            seen.mine = next((host for host, each in enumerate(tokens) if has_token(folder, each)), None)
             if seen.mine is None:
                 message = f"{folder} is not the folder that another rank on host {found.name} sees there."
                 fix = "give all ranks of a host the same output.folder and working directory"
                 raise fail("C007", stage, message, rank=found.rank, fix=fix)
     finally:
-        with contextlib.suppress(OSError):
-            (folder / f"{_TOKEN}{token}").unlink(missing_ok=True)
+        remove_token(folder, token)
     return _number(found, [int(host) for host in seen.rows])
 
 
-def _sees(folder: Path, token: str) -> bool:
+def write_token(folder: Path, token: str) -> None:
+    """Leave a random token in a folder, for others to prove that they see this one."""
+    (folder / f"{_TOKEN}{token}").write_text(token)
+
+
+def remove_token(folder: Path, token: str) -> None:
+    with contextlib.suppress(OSError):
+        (folder / f"{_TOKEN}{token}").unlink(missing_ok=True)
+
+
+def has_token(folder: Path, token: str) -> bool:
+    """Whether this rank sees the folder that a token was left in."""
     try:
         return (folder / f"{_TOKEN}{token}").read_text() == token
     except OSError:

@@ -17,7 +17,9 @@ import torch.distributed as dist
 from transformers import PretrainedConfig
 
 from shardproof.dist.collectives import broadcast, exchange, together
-from shardproof.dist.shared_folder import check_seen, disk_errors
+from shardproof.dist.hosts import hosts
+from shardproof.dist.shared_folder import check_seen, disk_errors, on_host
+from shardproof.dist.sharing import has_token, remove_token, write_token
 from shardproof.errors import fail
 from shardproof.export.manifest import ExportReceipt
 from shardproof.export.stream import WeightStream
@@ -52,8 +54,9 @@ def save_pretrained(
     """Write the policy as a Hugging Face folder; the ranks write different files in parallel.
 
     The default dtype is the source checkpoint's, tensor by tensor. With `merge_lora=False` the folder is a peft
-    adapter. Tokenizer and generation files are copied byte for byte from the source. Every rank must see
-    the folder. It always holds one complete model, the old or the new; weights of other tools are not replaced (E408).
+    adapter. Tokenizer and generation files are copied byte for byte from the source. The folder is rank 0's, and the
+    ranks that see it, which a token in it proves, write. It always holds one complete model, the old or the new; weights of
+    other tools are not replaced (E408).
 
     Collective: every rank. Memory: two buckets.
     """
@@ -71,9 +74,11 @@ def save_pretrained(
         with _writing(folder):
             if dist.get_rank() == 0:
                 place.begin()
-        written = _write_files(stream, partial, files)
+                write_token(partial, nonce)
+        written = _write_files(stream, partial, files, _writers(partial, nonce))
         with _writing(folder):
             if dist.get_rank() == 0:
+                remove_token(partial, nonce)
                 check_seen(partial, written, STAGE)
                 _write_description(policy, partial, files, companions, adapter_only)
                 place.publish({*files, *_described(files, adapter_only)})
@@ -115,10 +120,20 @@ def _companions(source: Path) -> list[str]:
     return found
 
 
-def _write_files(stream: WeightStream, partial: Path, files: FilePlan) -> list[tuple[int, str, int]]:
+def _writers(partial: Path, token: str) -> list[int]:
+    """The ranks that see the folder of rank 0. Collective: every rank, if there are several hosts."""
+    if hosts().num == 1:
+        return list(range(dist.get_world_size()))
+    return [rank for rank, sees in enumerate(exchange(has_token(partial, token))) if sees]
+
+
+def _write_files(
+    stream: WeightStream, partial: Path, files: FilePlan, writers: Sequence[int]
+) -> list[tuple[int, str, int]]:
     """Write the stream's tensors; returns (rank, file, size) of all that was written. Collective: every rank."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    output = FileWriter(partial, {file: files[file] for file in list(files)[rank::world_size]})
+    rank = dist.get_rank()
+    mine = list(files)[writers.index(rank) :: len(writers)] if rank in writers else []
+    output = FileWriter(partial, {file: files[file] for file in mine})
     try:
         with stream:
             for name, tensor in stream:
@@ -130,7 +145,7 @@ def _write_files(stream: WeightStream, partial: Path, files: FilePlan) -> list[t
     with together(STAGE):
         sizes = output.finish()
         if output.problem is not None:
-            problem = f"{type(output.problem).__name__}: {output.problem}"
+            problem = f"{on_host()}{partial.parent}: {type(output.problem).__name__}: {output.problem}"
             raise fail("E408", STAGE, problem, rank=rank)
     return [(owner, name, size) for owner, row in enumerate(exchange(sizes)) for name, size in row.items()]
 
