@@ -243,6 +243,14 @@ PIECES: dict[str, Piece] = {
         "every sync empties the caches, and an interrupted completion is read again; the canary, which is the same prompt at "
         "every sync, would be served old keys first; a mismatch that grows is reported",
     ),
+    "nccl-187": Piece(
+        "NCCL 187 and DeepEP 316",
+        f"{_GITHUB}/NVIDIA/nccl/issues/187",
+        "Hosts are told apart by their names: ranks of two hosts of one name, or of names that begin alike, are taken for "
+        "ranks of one, and try to map memory that is on the other.",
+        ("C001", "C002"),
+        "every rank shows a random token in memory; who can map it is on that host, and nobody else is taken for it",
+    ),
 }  # fmt: skip
 
 # Their real counterparts need the engine itself; tests/rollout/vllm covers those.

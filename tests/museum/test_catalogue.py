@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from shardproof.findings import CODES
-from tests.museum import test_held, test_running_ahead, test_steps, test_syncs, test_tokens
+from tests.museum import test_held, test_hosts, test_running_ahead, test_steps, test_syncs, test_tokens
 from tests.museum.pieces import NEED_VLLM, PIECES, Piece, exhibited
 
 pytestmark = pytest.mark.fault
@@ -27,7 +27,7 @@ def row(piece: Piece) -> str:
 
 
 def test_every_piece_is_exhibited():
-    assert test_held and test_running_ahead and test_steps and test_syncs and test_tokens
+    assert test_held and test_hosts and test_running_ahead and test_steps and test_syncs and test_tokens
     assert set(exhibited) == set(PIECES)
 
 
