@@ -320,6 +320,18 @@ def test_a_host_that_the_others_went_on_without_is_told_so():
     assert found["phase"] == RUNNING and found["round"] == 2 and len(found["hosts"]) == 3
 
 
+def test_a_host_that_comes_back_before_the_others_have_ended_counts_the_restart_once():
+    hosts = Hosts(max_restarts=1, lost_after_s=5.0)
+    hosts.run()
+    hosts.wait(6, "a")
+    del hosts.reports["b"]
+    hosts.add("b2", "b", round=1, restarts=1)  # its link was mended; a's ranks still end
+    assert hosts.say("b2")["phase"] == CLOSING
+    hosts.say("a", state=DONE, failure=failure())
+    found = hosts.say("a", state=WAITING, failure=None)
+    assert (found["phase"], found["round"], found["restarts"], len(found["hosts"])) == (RUNNING, 2, 1, 2)
+
+
 def test_a_new_start_does_not_learn_the_end_of_the_run_before_it():
     hosts = Hosts()
     hosts.run()

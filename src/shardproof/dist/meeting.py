@@ -173,7 +173,8 @@ class Meeting:
         if report["job"] and report["round"] and not self.round:
             self.job = str(report["job"])
         self.round = max(self.round, int(report["round"]))
-        self.restarts = max(self.restarts, int(report["restarts"]))
+        if not self._order:  # else a host that was lost comes back and has counted the restart that follows as well
+            self.restarts = max(self.restarts, int(report["restarts"]))
         self.members[member.id] = member
         return member
 
