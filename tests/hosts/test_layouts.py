@@ -103,5 +103,7 @@ def test_torchrun(two_hosts: Cluster) -> None:
     )
     command = f"{torchrun} -m shardproof train {recipe} output.folder={apart}".split()
     one = two_hosts["a"].start("shardproof", "train", str(recipe), "train.ranks=2", f"output.folder={alone}")
-    finish([one, *(host.start(*command) for host in two_hosts.hosts)])
+    first, second = (host.start(*command) for host in two_hosts.hosts)
+    finish([one, first, second])
     assert numbers(apart) == numbers(alone)
+    assert ", 2 ranks, 2 steps, " in first.output()  # not train.ranks, which torchrun overrules

@@ -123,7 +123,7 @@ def _train(recipe: Recipe, options: Options, is_dry: bool, terminal: Terminal) -
 
 def _describe(recipe: Recipe, path: str) -> str:
     """What starts, in a line."""
-    num = recipe.train.ranks
+    num = int(os.environ.get("WORLD_SIZE", "1")) if is_rank() else recipe.train.ranks
     ranks = f"{num} rank{'s' * (num > 1)}" if num else "one rank per GPU"
     return (
         f"shardproof {__version__}: {path}: {recipe.algorithm.name} on {recipe.model.path}, {ranks}, "
