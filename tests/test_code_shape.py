@@ -16,7 +16,6 @@ MAX_MEDIAN_FUNCTION_LINES = 12
 
 # The adapters to private interfaces of torch, transformers and vLLM; see docs/architecture.md.
 ADAPTERS = {
-    "dist/agent.py",
     "model/flash_private.py",
     "model/hf_private.py",
     "rollout/vllm_ledger.py",

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch import nn
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import (
@@ -336,16 +335,3 @@ def test_correct_fan():
 )
 def test_wrapper_names_are_taken_out(name, clean):
     assert torch_private.clean_name(name) == clean
-
-
-# --- torch's elastic agent ---
-
-
-def test_the_agents_hooks():
-    """`shardproof.dist.agent` overrides two methods of the agent and reads what they keep."""
-    file = f"torch {torch.__version__}: mend src/shardproof/dist/agent.py"
-    assert missing(LocalElasticAgent, ["_monitor_workers", "_shutdown"]) == [], file
-    assert parameters_of(LocalElasticAgent._monitor_workers) == ["self", "worker_group"], file
-    assert parameters_of(LocalElasticAgent._shutdown)[:2] == ["self", "death_sig"], file
-    source = "".join(inspect.getsource(each) for each in LocalElasticAgent.__mro__[:2])
-    assert [name for name in ("self._pcontext", "self._remaining_restarts") if name not in source] == [], file

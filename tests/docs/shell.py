@@ -24,12 +24,15 @@ SYSTEM = (
     "git",
     "head",
     "jq",
+    "kubectl",
     "ls",
     "mkdir",
     "open",
     "python3",
     "rm",
+    "sbatch",
     "scp",
+    "set",
     "source",
 )
 SYSTEM += (
@@ -82,6 +85,9 @@ def do(words: list[str], run: bool) -> None:
         assert all(word in targets or "=" in word for word in words[1:]), f"make has no such target: {words}"
     elif program in ("pip", "uv"):
         pip(words[1:])
+    elif program == "ray":
+        inner = words[words.index("--") + 1 :]
+        do([word for word in inner if word != "env" and not re.fullmatch(r"[A-Z_]+=.*", word)], run)
     elif program == "vllm":
         assert words[1] == "serve"
     else:

@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,6 @@ from shardproof.dist.signals import SIGNALLED
 from shardproof.text import printable
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
-
 
 Function = Callable[..., Any]
 
@@ -41,14 +40,15 @@ class RankProcesses:
         self._running: dict[int, tuple[Any, multiprocessing.connection.Connection]] = {}
         self._errors: dict[int, str] = {}
         context = multiprocessing.get_context("spawn")
-        for environment in environments:
-            receiver, sender = context.Pipe(duplex=False)
-            rank = int(environment["RANK"])
-            start = (os.getpid(), environment, sender, function, args)
-            process = context.Process(target=_run_rank, args=start, name=f"rank {rank}")
-            process.start()
-            sender.close()
-            self._running[rank] = (process, receiver)
+        with _held_back(signal.SIGUSR1):
+            for environment in environments:
+                receiver, sender = context.Pipe(duplex=False)
+                rank = int(environment["RANK"])
+                start = (os.getpid(), environment, sender, function, args)
+                process = context.Process(target=_run_rank, args=start, name=f"rank {rank}")
+                process.start()
+                sender.close()
+                self._running[rank] = (process, receiver)
 
     @property
     def are_running(self) -> bool:
@@ -99,6 +99,16 @@ class RankProcesses:
             self.poll(0.1)
 
 
+@contextlib.contextmanager
+def _held_back(number: int) -> Iterator[None]:
+    """A signal that comes in the block is delivered after it; processes that start here begin without it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {number})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _run_rank(
     parent: int,
     environment: dict[str, str],
@@ -108,8 +118,9 @@ def _run_rank(
 ) -> None:
     """What each rank's process runs."""
     _die_with_parent(parent)
-    # A scheduler's warning reaches every process of the group; the agent hands it on as SIGTERM.
-    signal.signal(signal.SIGUSR1, lambda *_: None)
+    # A scheduler's warning may reach every process of a task, also those that this one starts; ours hands it on as SIGTERM.
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
     os.environ.update(environment)
     try:
         result = function(*args)
