@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from shardproof.dist.collectives import control_group, together
-from shardproof.dist.shared_folder import disk_errors
+from shardproof.dist.collectives import control_group, exchange, together
+from shardproof.dist.shared_folder import disk_errors, on_host
 from shardproof.errors import ShardproofError, fail
 from shardproof.files import open_atomic
 
 BUCKET_BYTES = 4 * 2**20
+_TURNS = 64  # parts of each file between two meetings of all ranks
 
 
 class Transfer(NamedTuple):
@@ -27,6 +28,10 @@ class Transfer(NamedTuple):
     source: int
     target: int
 
+    @property
+    def num_parts(self) -> int:
+        return -(-self.size // BUCKET_BYTES)
+
 
 def transfer_files(transfers: Iterable[Transfer], path_of: Callable[[str], Path], stage: str) -> None:
     """Carry out the transfers, the same list on every rank; `path_of` says where a name lies on this rank.
@@ -36,16 +41,26 @@ def transfer_files(transfers: Iterable[Transfer], path_of: Callable[[str], Path]
 
     Collective: every rank. Memory: one bucket.
     """
-    rank = dist.get_rank()
+    rank, listed = dist.get_rank(), list(transfers)
     bucket = torch.empty(BUCKET_BYTES, dtype=torch.uint8)
+    work = {}
+    for number, each in enumerate(listed):
+        if rank in (each.source, each.target):
+            handle = _send if rank == each.source else _receive
+            work[number] = handle(path_of(each.name), each, bucket, stage)
     problem: ShardproofError | None = None
-    # All ranks go through one order, so the two of a transfer never wait for each other in a circle.
-    for each in transfers:
+    # A part of each file in turn, so that all pairs of ranks are busy. All ranks go through one order, so the two of a
+    # transfer never wait for each other in a circle.
+    for turn in range(max((each.num_parts for each in listed), default=0)):
+        for number in [number for number in work if turn < listed[number].num_parts]:
+            next(work[number])
+        if turn % _TURNS == _TURNS - 1:
+            exchange(
+                None
+            )  # so that a rank with little to do waits for a part of the others' work, not for all of it
+    for parts in work.values():
         try:
-            if rank == each.source:
-                _send(path_of(each.name), each, bucket, stage)
-            elif rank == each.target:
-                _receive(path_of(each.name), each, bucket, stage)
+            next(parts, None)
         except ShardproofError as error:
             problem = problem or error
     with together(stage):
@@ -53,17 +68,18 @@ def transfer_files(transfers: Iterable[Transfer], path_of: Callable[[str], Path]
             raise problem
 
 
-def _send(path: Path, sent: Transfer, bucket: torch.Tensor, stage: str) -> None:
-    left, problem = sent.size, None
+def _send(path: Path, sent: Transfer, bucket: torch.Tensor, stage: str) -> Iterator[None]:
+    """Send a part of the file for each item. At the end, raises what went wrong."""
+    left = sent.size
     with _Reader(path) as reader:
         while left:
             part = bucket[: min(left, len(bucket))]
             reader.fill(part)
             dist.send(part, sent.target, group=control_group())
             left -= len(part)
-        problem = reader.problem
-    if problem is not None:
-        raise fail("E407", stage, f"{path} cannot be read: {problem}.", rank=sent.source)
+            yield
+    if reader.problem is not None:
+        raise fail("E407", stage, f"{on_host()}{path} cannot be read: {reader.problem}.", rank=sent.source)
 
 
 class _Reader:
@@ -95,7 +111,8 @@ class _Reader:
             self.problem = error.strerror or str(error)
 
 
-def _receive(path: Path, sent: Transfer, bucket: torch.Tensor, stage: str) -> None:
+def _receive(path: Path, sent: Transfer, bucket: torch.Tensor, stage: str) -> Iterator[None]:
+    """Write a part of the file for each item. At the end, raises what went wrong."""
     left = sent.size
 
     def next_part() -> memoryview:
@@ -105,18 +122,26 @@ def _receive(path: Path, sent: Transfer, bucket: torch.Tensor, stage: str) -> No
         left -= len(part)
         return part.numpy().data
 
-    what = f"{path.parent} cannot be written"
+    what, problem, was_taken = f"{path.parent} cannot be written", None, True
     try:
         with disk_errors(stage, what, sent.size, path.parent), open_atomic(path) as file:
             crc = 0
             while left:
                 raw = next_part()
+                was_taken = False
                 crc = zlib.crc32(raw, crc)
                 file.write(raw)
+                was_taken = True
+                yield
             if crc != sent.crc:
                 message = f"{sent.name}, sent by rank {sent.source}, does not match its checksum."
                 raise fail("E407", stage, message, rank=sent.target, tensor=sent.name)
-    except ShardproofError:
-        while left:  # the sender does not know
-            next_part()
-        raise
+    except ShardproofError as error:
+        problem = error
+    if not was_taken:
+        yield  # of the part that could not be written
+    while left:  # the sender does not know
+        next_part()
+        yield
+    if problem is not None:
+        raise problem
