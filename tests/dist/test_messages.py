@@ -9,9 +9,11 @@ import torch
 import torch.distributed as dist
 
 from shardproof.dist.collectives import (
+    any_rank,
     broadcast,
     combine,
     exchange,
+    exchange_among,
     gather,
     gather_rows,
     raise_together,
@@ -53,6 +55,13 @@ def messages_of_all_lengths():
         on_first = rows_on_first(torch.full((length,), rank))
         assert (on_first is None) == (rank > 0)
         assert on_first is None or on_first.tolist() == [[r] * length for r in range(size)]
+    for share in (share for share in (1, 2, 7) if size % share == 0):
+        for letters in ("x" * 5000, _NOISE):
+            rows = exchange_among([rank, letters[: rank * 1000]], share)
+            first = rank - rank % share
+            assert rows == [[r, letters[: r * 1000]] for r in range(first, first + share)]
+    for odd in range(size):
+        assert any_rank(rank == odd, False, True) == [True, False, True]
     large = torch.tensor([2**62, -1, rank])
     wrapped = (size * 2**62 + 2**63) % 2**64 - 2**63
     assert sum_rows(large).tolist() == [wrapped, -size, size * (size - 1) // 2]

@@ -28,7 +28,7 @@ def connect(url: str) -> tuple[Dispatcher, CollectiveRequests]:
         [ReplicaAddress("0", url)], "run", interface_of("0.32"), in_flight=2, request_timeout_s=20.0
     )
     dispatcher.release(0, ["0"])
-    return dispatcher, CollectiveRequests(dispatcher.start, nullcontext)
+    return dispatcher, CollectiveRequests(dispatcher.start, nullcontext, share=2)
 
 
 def ask(seeds: list[int], first: int = 0) -> list[Request]:

@@ -13,9 +13,11 @@ import torch.distributed as dist
 
 from shardproof.dist.messages import (
     answer_all,
+    any_rank,
     broadcast,
     control_group,
     exchange,
+    exchange_among,
     gather,
     gather_rows,
     known_control_group,
@@ -29,10 +31,12 @@ from shardproof.findings import Finding, merge_findings
 __all__ = [
     "Message",
     "all_gather_flat",
+    "any_rank",
     "broadcast",
     "combine",
     "control_group",
     "exchange",
+    "exchange_among",
     "gather",
     "gather_rows",
     "gather_uneven",

@@ -21,6 +21,7 @@ from shardproof.dist.interface import choose_interface
 
 STORE_FOLDER = "SHARDPROOF_STORE_FOLDER"
 _MAX_FILES = 65536
+_MANY_RANKS = 64
 
 _groups_made = itertools.count()
 
@@ -55,6 +56,7 @@ def _init_group(device: str | torch.device | None, timeout_s: float) -> None:
     rank, world_size = (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])) if started else (0, 1)
     if world_size in (1, int(os.environ.get("LOCAL_WORLD_SIZE", "0"))):
         _keep_to_loopback()
+    spare_connections(world_size)
     if started and kind == "cuda":
         torch.cuda.set_device(default_device())
     store = _file_store(world_size) if started else dist.HashStore()
@@ -81,6 +83,15 @@ def _keep_to_loopback() -> None:
     """Let gloo listen on this host's loopback interface alone, unless the user chose another."""
     if name := loopback_interface():
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+
+
+def spare_connections(world_size: int) -> None:
+    """Let gloo connect ranks when they first talk, where they are many, unless the user chose otherwise.
+
+    Else every rank reads the addresses of all pairs from the store, 8 n^2 bytes in each group, and connects to all ranks.
+    """
+    if world_size >= _MANY_RANKS:
+        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
 
 
 def resolve_device(device: str | torch.device | None) -> torch.device:

@@ -164,6 +164,53 @@ def sum_rows(row: torch.Tensor) -> torch.Tensor:
     return total
 
 
+def exchange_among(value: Any, share: int) -> list[Any]:
+    """The JSON-able values of the `share` ranks, which follow each other, that this one is one of, in rank order.
+
+    For what is large and of no use to others. Collective: every rank; `share` divides their number.
+    """
+    traffic.messages += 1
+    mine, rank = _encode(value), dist.get_rank()
+    first = rank - rank % share
+    if share == 1:
+        return [_decode(mine)]
+    if rank != first:
+        _send(mine, first)
+        return list(map(json.loads, _unpack(_receive(first), share)))
+    packed = _pack([mine, *(_receive(first + place) for place in range(1, share))])
+    for place in range(1, share):
+        _send(packed, first + place)
+    return list(map(json.loads, _unpack(packed, share)))
+
+
+def any_rank(*flags: bool) -> list[bool]:
+    """Whether any rank has each flag, on every rank. No rank receives more than a logarithm of their number.
+
+    For what is asked often: once or twice for each bucket of an export. Collective: every rank.
+    """
+    traffic.messages += 1
+    rank, size = dist.get_rank(), dist.get_world_size()
+    mine = torch.tensor(flags, dtype=torch.uint8)
+    if size <= _FEW:
+        return [
+            bool(flag) for flag in (mine[None] if size == 1 else _all_gather(mine, None)).amax(0).tolist()
+        ]
+    step, sent, received = 1, 0, 0
+    while step < size and not rank & step:
+        if rank + step < size:
+            theirs = torch.empty_like(mine)
+            dist.recv(theirs, rank + step, group=control_group())
+            mine |= theirs
+            received += theirs.nbytes
+        step *= 2
+    if step < size:
+        dist.send(mine, rank - step, group=control_group())
+        sent = mine.nbytes
+    traffic.count_control("reduce", sent, received)
+    _broadcast(mine, 0, None)
+    return [bool(flag) for flag in mine.tolist()]
+
+
 def _meet(
     mine: bytes,
     make: Callable[[list[bytes]], bytes],
@@ -248,6 +295,22 @@ def _broadcast(part: torch.Tensor, source: int, group: dist.ProcessGroup | None)
     dist.broadcast(part, source, group=group or control_group())
     sent = tree_sends(rank, source, dist.get_world_size()) * part.nbytes
     traffic.count_control("broadcast", sent, 0 if rank == source else part.nbytes)
+
+
+def _send(message: bytes, to: int) -> None:
+    whole = _with_length(message)
+    for part in (whole[:8], whole[8:]):
+        dist.send(_tensor(part, len(part)), to, group=control_group())
+    traffic.count_control("send", len(whole), 0)
+
+
+def _receive(source: int) -> bytes:
+    length = torch.empty(8, dtype=torch.uint8)
+    dist.recv(length, source, group=control_group())
+    message = torch.empty(_length(length) - 8, dtype=torch.uint8)
+    dist.recv(message, source, group=control_group())
+    traffic.count_control("receive", 0, 8 + len(message))
+    return bytes(message.numpy())
 
 
 def _pack(rows: list[bytes]) -> bytes:

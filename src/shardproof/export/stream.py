@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from shardproof.digest import lazy_digest_tiles, lazy_digests
-from shardproof.dist.collectives import exchange, gather_rows
+from shardproof.dist.collectives import any_rank, exchange
 from shardproof.dist.deadline import deadline, mesh_groups
 from shardproof.errors import fail
 from shardproof.export.digests import DigestShare
@@ -239,14 +239,15 @@ def agree_to_continue(*, stopped: bool = False, bad: str | None = None) -> None:
 
     Collective: every rank, once per bucket and once at the end.
     """
-    flags = gather_rows(torch.tensor([int(stopped), int(bad is not None)])).tolist()
-    if any(flag[1] for flag in flags):
+    some_stopped, some_bad = any_rank(stopped, bad is not None)
+    if some_bad:
         names = exchange(bad)
         rank = next(rank for rank, name in enumerate(names) if name is not None)
         raise fail("E402", "export", f"{names[rank]!r} holds NaN or Inf.", rank=rank, tensor=names[rank])
-    if any(flag[0] for flag in flags) and not stopped:
-        rank = next(rank for rank, flag in enumerate(flags) if flag[0])
-        raise fail("E403", "export", "it stopped reading the weight stream before its end.", rank=rank)
+    if some_stopped:
+        rank = exchange(stopped).index(True)
+        if not stopped:
+            raise fail("E403", "export", "it stopped reading the weight stream before its end.", rank=rank)
 
 
 def make_tensors(entry: ExportEntry, whole: Mapping[str, torch.Tensor]) -> list[tuple[str, torch.Tensor]]:

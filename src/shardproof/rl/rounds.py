@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from shardproof.dist.collectives import exchange, together
+from shardproof.dist.collectives import exchange, exchange_among, together
 from shardproof.rl.background import BackgroundBatch, BackgroundRollouts
 from shardproof.rl.conversations.measures import all_rewards, reward_sample
 from shardproof.rl.conversations.steps import Start, starts_of
@@ -295,11 +295,10 @@ class BackgroundRound(Round):
     def _shared(self, mine: Sequence[Trajectory]) -> list[Trajectory]:
         """What the first of the ranks that share sequences took. Collective: every rank."""
         known = [Known(made, self.ledger.turns(made.group, made.sample)) for made in mine]
-        rows = exchange([each.to_json() for each in known])
+        rows = exchange_among([each.to_json() for each in known], self.means.share.sequence_parallel)
         if self.means.leads:
             return list(mine)
-        share = self.means.share
-        given = [Known.from_json(row) for row in rows[share.rank - share.rank % share.sequence_parallel]]
+        given = [Known.from_json(row) for row in rows[0]]
         for each in given:
             assert each.trajectory is not None
             self.ledger.put(each.trajectory.group, each.trajectory.sample, each.turns)

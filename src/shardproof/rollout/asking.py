@@ -17,7 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from shardproof.dist.collectives import exchange, together
+from shardproof.dist.collectives import any_rank, exchange_among, together
 from shardproof.rollout.engine import Answering, Request, Sampling
 from shardproof.rollout.trajectory import Trajectory
 
@@ -42,15 +42,17 @@ class _Question:
 class CollectiveRequests:
     """`submit`, `poll` and `busy` of an engine, over something that answers each rank's requests in the background.
 
-    `start` takes a request. `deadline` makes the block in which ranks wait for each other's answers.
+    `start` takes a request. `deadline` makes the block in which ranks wait for each other's answers. Runs of `share`
+    ranks may ask for the same; nobody else is told what they ask and what they are answered.
     """
 
     def __init__(
         self,
         start: Callable[[Request, Sampling], Answering],
         deadline: Callable[[], AbstractContextManager[Any]],
+        share: int,
     ):
-        self._start, self._deadline = start, deadline
+        self._start, self._deadline, self._num_sharers = start, deadline, share
         self._open: dict[str, _Question] = {}  # that this rank has no answer for
         self._ended: SimpleQueue[str] = SimpleQueue()  # of those that this rank asks
         self._num_tickets = 0
@@ -59,9 +61,9 @@ class CollectiveRequests:
     def submit(self, requests: Sequence[Request], sampling: Sampling) -> list[int]:
         """Take this rank's requests; returns a ticket for each. Collective: every rank, possibly with no request."""
         keys = [_key(request, sampling) for request in requests]
-        rows = exchange(keys)
-        others = {key for rank, row in enumerate(rows) if rank != dist.get_rank() for key in row}
-        earlier = {key for row in rows[: dist.get_rank()] for key in row}
+        rows, place = exchange_among(keys, self._num_sharers), dist.get_rank() % self._num_sharers
+        others = {key for at, row in enumerate(rows) if at != place for key in row}
+        earlier = {key for row in rows[:place] for key in row}
         tickets = list(range(self._num_tickets, self._num_tickets + len(requests)))
         self._num_tickets += len(requests)
         for ticket, key, request in zip(tickets, keys, requests, strict=True):
@@ -70,7 +72,8 @@ class CollectiveRequests:
             question.asked.append((ticket, request.trajectory))
             if question.answering is None and key not in earlier:
                 self._ask(key, question, request, sampling)
-        self.busy = self.busy or any(rows)
+        (some,) = any_rank(bool(keys))
+        self.busy = self.busy or some
         return tickets
 
     def _ask(self, key: str, question: _Question, request: Request, sampling: Sampling) -> None:
@@ -90,23 +93,22 @@ class CollectiveRequests:
         if not self.busy:
             return found
         try:
-            with self._deadline(), together("generate") as message:
-                shared = {}
+            shared: dict[str, Any] = {}
+            with self._deadline(), together("generate"):
                 for key, question in self._next_ended():
                     assert question.answering is not None
                     said = question.answering.future.result()
                     found += question.answered(said)
                     if question.shared:
                         shared[key] = replace(said, segments=said.segments[-1:], earlier=()).to_json()
-                message.mine = [self._num_asked, shared]
         except BaseException:
             self.drop()
             raise
-        for _, shared in message.rows:
-            for key, said in shared.items():
+        for row in exchange_among(shared, self._num_sharers):
+            for key, said in row.items():
                 if key in self._open:
                     found += self._open.pop(key).answered(Trajectory.from_json(said))
-        self.busy = any(num for num, _ in message.rows)
+        (self.busy,) = any_rank(bool(self._num_asked))
         return found
 
     def drop(self) -> None:

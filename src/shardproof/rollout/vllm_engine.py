@@ -98,7 +98,9 @@ class VllmEngine:
                 unserved_s=self._sync_deadline_s if self._can_repair else _UNSERVED_S,
             )
         self._requests = CollectiveRequests(
-            self.start, lambda: self._deadline(self._sync_deadline_s + self.settings.request_timeout_s)
+            self.start,
+            lambda: self._deadline(self._sync_deadline_s + self.settings.request_timeout_s),
+            policy.sequence_parallel,
         )
 
     @property
