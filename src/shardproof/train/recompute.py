@@ -23,7 +23,7 @@ from shardproof.model.compiling import can_compile
 from shardproof.model.head import chunk_bytes
 from shardproof.model.roles import CRITIC
 from shardproof.model.skeleton import recomputable_blocks, set_recomputed
-from shardproof.shard.footprint import MARGIN, gathered_bytes, unit_bytes, unit_groups
+from shardproof.shard.footprint import MARGIN, gathered_bytes, num_row_shards, unit_bytes, unit_groups
 from shardproof.shard.memory import device_id, free_memory
 from shardproof.shard.optimizer_state import state_bytes
 from shardproof.shard.settings import FSDP1, FSDP2
@@ -111,7 +111,8 @@ class Recompute:
         self._device = policy.device
         self._sharers = _sharers(policy.device)
         self._groups = unit_groups(policy.inventory, policy.plan.units)
-        self._whole = sum(unit_bytes(group, policy.settings.compute_dtype) for group in self._groups)
+        cut = num_row_shards(policy.strategy, policy.settings.shard_size)
+        self._whole = sum(unit_bytes(group, policy.settings.compute_dtype, cut) for group in self._groups)
         self._vocabulary = vocabulary_size(policy)
         # FSDP1 has one gradient for all of a unit, frozen parameters included.
         with_gradient = policy.parameters() if policy.strategy == FSDP1 else policy.trainable_parameters()
@@ -204,7 +205,7 @@ class Recompute:
             logits = chunk_bytes(extent.tokens, self._vocabulary, can_compile(self._device, compute))
         if policy.role == CRITIC:
             logits = 0
-        return gathered_bytes(self._groups, compute, logits, True, shards)
+        return gathered_bytes(self._groups, compute, logits, True, shards, policy.strategy)
 
     def _log(self, extents: Sequence[Extent | None], budget: int) -> None:
         """Log the step's largest number when it is new, and when it has changed by a quarter of the blocks."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from shardproof.shard.footprint import MARGIN, unit_bytes, unit_groups
+from shardproof.shard.footprint import MARGIN, num_row_shards, unit_bytes, unit_groups
 from shardproof.shard.memory import device_id
 from shardproof.shard.settings import FSDP2
 from shardproof.shard.sharded_model import ShardedModel
@@ -23,7 +23,8 @@ class Staying:
 
     def __init__(self, policy: ShardedModel):
         groups = unit_groups(policy.inventory, policy.plan.units)
-        self._whole = sum(unit_bytes(group, policy.settings.compute_dtype) for group in groups)
+        cut = num_row_shards(policy.strategy, policy.settings.shard_size)
+        self._whole = sum(unit_bytes(group, policy.settings.compute_dtype, cut) for group in groups)
         self._device = policy.device
         self._asked = _is_open(policy)
         self._largest = 0  # tokens of the largest micro-batch of earlier steps

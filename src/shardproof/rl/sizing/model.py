@@ -17,7 +17,7 @@ from shardproof.model.inventory import Inventory, TensorInfo, take_inventory
 from shardproof.model.roles import CRITIC, REFERENCE
 from shardproof.model.skeleton import Skeleton, build_skeleton, recomputable_blocks
 from shardproof.rl.sizing.activations import forward_bytes, saved_bytes
-from shardproof.shard.footprint import gathered_bytes, unit_bytes, unit_groups
+from shardproof.shard.footprint import gathered_bytes, num_row_shards, unit_bytes, unit_groups
 from shardproof.shard.optimizer_state import tensor_dtypes
 from shardproof.shard.plan import find_units
 from shardproof.train.optim import Trainable, build_optimizer, hidden_matrices
@@ -135,7 +135,7 @@ def estimate(shape: Shape, layout: Sharding, ranks: int, num_tokens: int) -> Est
         **vars(held),
         activations=activations,
         gathered=_gathered(shape, layout, groups, local_tokens, shards, bool(held.gradients)),
-        scoring=_scoring(shape, layout, groups, local_tokens),
+        scoring=_scoring(shape, layout, groups, local_tokens, shards),
         export=_export_bytes(shape.inventory, layout, shards),
         load_peak=held.parameters + _writing(groups, layout, shards),
         counted=counted,
@@ -163,18 +163,23 @@ def _gathered(
     compute = layout.compute_dtype
     is_fused = layout.on_gpu and compute.itemsize == 2
     logits = 0 if shape.skeleton.role == CRITIC else chunk_bytes(num_tokens, shape.vocabulary, is_fused)
-    found = gathered_bytes(groups, compute, logits, trains, shards)
+    found = gathered_bytes(groups, compute, logits, trains, shards, layout.strategy)
     if trains and layout.reshard_after_forward is False:
-        found += sum(unit_bytes(group, compute) for group in groups[:-1])
+        found += sum(
+            unit_bytes(group, compute, num_row_shards(layout.strategy, shards)) for group in groups[:-1]
+        )
     return found
 
 
-def _scoring(shape: Shape, layout: Sharding, groups: Sequence[Sequence[TensorInfo]], num_tokens: int) -> int:
+def _scoring(
+    shape: Shape, layout: Sharding, groups: Sequence[Sequence[TensorInfo]], num_tokens: int, shards: int
+) -> int:
     """The larger of the blocks' forward pass, with two blocks gathered, and the head's."""
     model, compute = shape.skeleton.model, layout.compute_dtype
     hidden = int(model.config.get_text_config().hidden_size) * num_tokens * compute.itemsize
-    blocks = gathered_bytes(groups, compute, 0, False, 1) + forward_bytes(model, compute, num_tokens)
-    return max(blocks, _gathered(shape, layout, groups, num_tokens, 1, False) + hidden)
+    blocks = gathered_bytes(groups, compute, 0, False, shards, layout.strategy)
+    blocks += forward_bytes(model, compute, num_tokens)
+    return max(blocks, _gathered(shape, layout, groups, num_tokens, shards, False) + hidden)
 
 
 def _optimizer_bytes(
