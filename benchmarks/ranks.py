@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import mmap
+import multiprocessing
 import os
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -31,14 +32,24 @@ _TIMEOUT = timedelta(minutes=30)
 _INTERVAL_S = 0.01
 
 
-def run_on_ranks(num_ranks: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
+def run_on_ranks(
+    num_ranks: int, fn: Callable[..., Any], *args: Any, preload: Sequence[str] = ()
+) -> list[Any]:
     """The JSON-able results of fn(*args) on that many new processes with one gloo group, in rank order.
 
-    `fn` is a function at the top of a module.
+    `fn` is a function at the top of a module. With `preload` the processes are forked from one that has imported these
+    modules, and share their memory: many ranks then fit on a small machine.
     """
     os.environ.update({name: os.environ.get(name, value) for name, value in RANK_ENV.items()})
     with tempfile.TemporaryDirectory(prefix="shardproof-ranks-") as folder:
-        torch.multiprocessing.spawn(_run_rank, (num_ranks, folder, fn, args), nprocs=num_ranks)
+        if preload:
+            multiprocessing.set_forkserver_preload(list(preload))
+        torch.multiprocessing.start_processes(
+            _run_rank,
+            (num_ranks, folder, fn, args),
+            nprocs=num_ranks,
+            start_method="forkserver" if preload else "spawn",
+        )
         return [json.loads(_result_file(folder, rank).read_text()) for rank in range(num_ranks)]
 
 
