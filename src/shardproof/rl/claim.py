@@ -24,6 +24,7 @@ from shardproof.dist.sharing import Places, find_places, one_place
 from shardproof.dist.transfer import Transfer, transfer_files
 from shardproof.errors import ShardproofError, error_for, fail
 from shardproof.folder_lock import LOCK_NAME, FolderLock
+from shardproof.foreign import read_json
 from shardproof.report.read import EARLIER_NAME, FACTS_NAME
 from shardproof.rl.loggers import LINES
 from shardproof.rl.place import CHECKPOINTS, CRITIC, SETTINGS_NAME, State, check_own, check_state, read_state
@@ -161,20 +162,28 @@ class Claim:
         logger.info(message, who, do, first, first)
 
     def _fetch_history(self) -> None:
-        """Bring lines and settings of the run to rank 0 from the host that has more steps of it. Collective: every rank."""
+        """Bring lines and settings of the run to rank 0 from the host that had it last. Collective: every rank."""
         with together("output") as told:
             if self.places.is_leader:
-                state = read_state(self.path)
-                told.mine = [state.last_step, _history_of(self.path)]
+                told.mine = [_started(self.path), read_state(self.path).last_step, _history_of(self.path)]
         rows: list[Any] = self.places.of_leaders(told.rows)
-        steps = [last_step for last_step, _ in rows]
-        source = steps.index(max(steps))
+        newest = [(started, last_step) for started, last_step, _ in rows]
+        source = newest.index(max(newest))
         if source == 0:
             return
         logger.info("fetching the run's metrics and settings from host %s ...", self.places.names[source])
         rank = self.places.leader_of(source)
-        transfers = [Transfer(name, size, crc, rank, 0) for name, size, crc in rows[source][1]]
+        transfers = [Transfer(name, size, crc, rank, 0) for name, size, crc in rows[source][2]]
         transfer_files(transfers, lambda name: self.path / name, "output")
+
+
+def _started(folder: Path) -> str:
+    """When the last part of a run that had its rank 0 here was started; "" if there was none."""
+    try:
+        found = read_json(folder / FACTS_NAME, "output", code="C006")
+    except (ShardproofError, OSError):  # a run can go on without it
+        return ""
+    return str(found.get("started", "")) if isinstance(found, dict) else ""
 
 
 def _history_of(folder: Path) -> list[tuple[str, int, int]]:

@@ -30,7 +30,7 @@ from shardproof.rl.algorithms.registry import find_algorithm
 from shardproof.rl.checks import check_ahead, model_folder
 from shardproof.rl.hub import check_hub
 from shardproof.rl.machine import available_memory, existing_folder
-from shardproof.rl.place import CHECKPOINTS, check_folder, checkpoint_steps
+from shardproof.rl.place import CHECKPOINTS, check_folder, check_own, checkpoint_steps
 from shardproof.rl.same_run import Resume
 from shardproof.rl.sizing.recipe import PROCESS_BYTES, held_in_host
 from shardproof.rl.trackers import check_logins
@@ -190,7 +190,10 @@ def check_vllm(start: Start) -> list[Finding]:
 def check_output(start: Start) -> list[Finding]:
     """The run's folder is, or may become, this run's; nobody else is at work in it; this user may write there."""
     folder = Path(start.recipe.output.folder)
-    check_folder(start.recipe, start.resume)
+    if start.num_nodes == 1:
+        check_folder(start.recipe, start.resume)
+    else:  # what the run goes on from may lie on other hosts
+        check_own(start.recipe, start.resume)
     existing = existing_folder(folder)
     try:
         with tempfile.TemporaryFile(dir=existing):  # has no name where the file system can do without
