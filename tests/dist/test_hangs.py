@@ -139,6 +139,10 @@ def test_places_are_short_and_name_the_user():
         "all_reduce: inner0 (dist/collectives.py:0) < inner1 (dist/collectives.py:1) < inner2 (dist/collectives.py:2)"
         " < inner3 (dist/collectives.py:3) < main (run/train.py:12)"
     )
+    begun = (f"{places.STANDARD}/multiprocessing/process.py", 108, "run")
+    assert places.describe([*stack[:7], begun]).endswith(
+        "inner3 (dist/collectives.py:3) < inner4 (dist/collectives.py:4)"
+    )
     assert places.describe([]) == "no collective: unknown lines"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import traceback
@@ -14,6 +15,7 @@ import torch
 MAX_LINES = 5
 PACKAGE = str(Path(__file__).parents[1])
 TORCH = str(Path(torch.__file__).parent)
+STANDARD = str(Path(os.__file__).parent)  # Python's own library
 _OWN_FILES = ("stacks.py", "deadline.py", "messages.py", "contextlib.py", "threading.py", "c10d_logger.py")
 
 Place = tuple[str, int, str]  # file, line, function
@@ -62,7 +64,9 @@ def describe(places: list[Place]) -> str:
     lines = [f"{name} ({'/'.join(Path(file).parts[-2:])}:{line})" for file, line, name in visible]
     # The innermost lines tell which collective it is; the first line outside of any package, which call of the user.
     outside = [
-        i for i, p in enumerate(visible) if not p[0].startswith(PACKAGE) and "site-packages" not in p[0]
+        number
+        for number, (file, _, _) in enumerate(visible)
+        if not file.startswith((PACKAGE, STANDARD)) and "site-packages" not in file
     ]
     shown = lines[:MAX_LINES]
     if outside and outside[0] >= MAX_LINES:
