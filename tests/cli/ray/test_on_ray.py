@@ -1,5 +1,6 @@
-"""Runs on a real Ray cluster: the same numbers as without it, stopped, with a node lost, and refused."""
+"""Runs on a real Ray cluster: the same numbers as without it, with a node lost, stopped, and refused."""
 
+import asyncio
 import hashlib
 import json
 import signal
@@ -12,12 +13,13 @@ from pathlib import Path
 import psutil
 import pytest
 
+from shardproof.cli.ray_console import Console
 from tests.sockets import all_loopback, listening
 
 TINY = Path(__file__).parents[3] / "recipes" / "tiny"
 PATIENCE_S = 240
 
-# Beside the recipe, so that workers must find it there. The run waits in its third step while there is a file hold-2.
+# Beside the recipe, so that workers must find it there. The run waits after two steps while there is a file hold-2.
 REWARD = """
 import time
 from pathlib import Path
@@ -27,9 +29,9 @@ print("rewards are here")
 
 def right(prompt, completion, row):
     metrics = HERE / "run" / "metrics.jsonl"
-    hold = HERE / f"hold-{len(metrics.read_text().splitlines()) if metrics.exists() else 0}"
-    while hold.exists():
-        (HERE / "held").touch()
+    done = len(metrics.read_text().splitlines()) if metrics.exists() else 0
+    while (HERE / f"hold-{done}").exists():
+        (HERE / f"held-{done}").touch()
         time.sleep(0.05)
     return float(completion.strip() == str(row["answer"])) + 0.1 * len(completion)
 """
@@ -50,7 +52,7 @@ name = "grpo"
 [optimizer]
 lr = 1e-3
 [train]
-steps = 6
+steps = 5
 prompts_per_step = 6
 ranks = 1
 [output]
@@ -79,8 +81,8 @@ class Command:
             assert time.monotonic() < limit, f"never {what}:\n{self.output}"
             time.sleep(0.05)
 
-    def until_held(self):
-        self.until((self.folder / "held").exists, "held")
+    def until_held(self, step):
+        self.until((self.folder / f"held-{step}").exists, "held")
 
     def wait(self):
         try:
@@ -94,14 +96,14 @@ class Command:
 
 
 def numbers(folder):
-    """Metrics without times, and the digest of the weights."""
+    """Metrics without times, and the digests of what both ranks hold after the last step."""
     lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     for line in lines:
         line.pop("time", None)
         for key in [key for key in line["metrics"] if key.startswith("time/") or key == "tokens_per_s"]:
             del line["metrics"][key]
-    weights = (folder / "run" / "model" / "model.safetensors").read_bytes()
-    return lines, hashlib.sha256(weights).hexdigest()
+    saved = [folder / "run" / "checkpoints" / "step-00000005" / f"rank-{rank}.bin" for rank in range(2)]
+    return lines, [hashlib.sha256(path.read_bytes()).hexdigest() for path in saved]
 
 
 def node_of_a_rank(cluster):
@@ -116,32 +118,29 @@ def node_of_a_rank(cluster):
 
 @pytest.mark.slow
 @pytest.mark.invariant
-def test_a_run_that_is_stopped_and_loses_a_node_has_the_numbers_of_a_run_without_ray(cluster, tmp_path):
+def test_a_run_that_loses_a_node_and_is_stopped_has_the_numbers_of_a_run_without_ray(cluster, tmp_path):
     without = Command(tmp_path / "without", "train.ranks=2")
-    assert without.wait() == 0, without.output
 
     folder = tmp_path / "with"
     folder.mkdir()
     (folder / "hold-2").touch()
-    stopped = Command(folder, "--on", "ray", "--nnodes", "2")
-    stopped.until_held()
-    stopped.process.send_signal(signal.SIGINT)
-    stopped.until(lambda: "stopping the ranks" in stopped.output, "heard of the signal")
-    (folder / "hold-2").unlink()
-    assert stopped.wait() == 128 + signal.SIGINT, stopped.output
-    assert "Stopped after step" in stopped.output and "Traceback" not in stopped.output
-    assert "\nrewards are here\n" in stopped.output and "\nrank 1: rewards are here\n" in stopped.output
-
-    (folder / "held").unlink()
     (folder / "hold-4").touch()
-    lost = Command(folder, "--on", "ray", "--nnodes", "2", "--max-restarts", "1")
-    lost.until_held()
+    run = Command(folder, "--on", "ray", "--nnodes", "2", "--max-restarts", "1", "train.steps=9")
+    run.until_held(2)
     cluster.remove_node(node_of_a_rank(cluster), allow_graceful=False)
-    lost.until(lambda: "restart 1 of 1" in lost.output, "started again")
+    run.until(lambda: "restart 1 of 1" in run.output, "started again")
+    (folder / "hold-2").unlink()
+
+    run.until_held(4)
+    run.process.send_signal(signal.SIGINT)
+    run.until(lambda: "stopping the ranks" in run.output, "heard of the signal")
     (folder / "hold-4").unlink()
-    assert lost.wait() == 0, lost.output
-    assert lost.output.count("T308 ") == 1 and "Finished 6 steps" in lost.output, lost.output
-    assert f"placed the ranks on {socket.gethostname()} (" in lost.output and "raylet" not in lost.output
+    assert run.wait() == 128 + signal.SIGINT, run.output
+    assert run.output.count("T308 ") == 1 and "Stopped after step 5" in run.output, run.output
+    assert f"placed the ranks on {socket.gethostname()} (" in run.output
+    assert "\nrewards are here\n" in run.output and "\nrank 1: rewards are here\n" in run.output
+    assert "raylet" not in run.output and "Traceback" not in run.output, run.output
+    assert without.wait() == 0, without.output
     assert numbers(folder) == numbers(tmp_path / "without")
 
 
@@ -165,3 +164,17 @@ def test_without_the_package_a_run_on_ray_says_how_to_get_it(tmp_path):
     refused = Command(tmp_path / "refused", "--on", "ray")
     assert refused.wait() == 2, refused.output
     assert "C007 ray:" in refused.output and "pip install 'shardproof[ray]'" in refused.output
+
+
+def test_a_stop_is_heard_by_ranks_that_run_and_by_no_others():
+    """A signal that no rank hears ends the command at once, since nothing is lost."""
+
+    async def hear():
+        console = Console()
+        before = await console.stop(signal.SIGINT)
+        assert await console.wait_for_stop() == signal.SIGINT  # by a rank that begins afterwards
+        during = await console.stop(signal.SIGINT)
+        await console.say({"kind": "failed", "ranks": {}})
+        return before, during, await console.stop(signal.SIGINT)
+
+    assert asyncio.run(hear()) == (False, True, False)
