@@ -42,13 +42,18 @@ def import_named(kind: str, name: str) -> Any:
         ) from error
 
 
-def _import(kind: str, name: str, module_name: str) -> Any:
-    # An installed command's path begins at its own folder; users keep their code where they start the run, or by the recipe.
+def look_for_users_code() -> None:
+    """Let modules be found where users keep them: in the folder where they start the run, and by the recipe."""
+    # An installed command's path begins at its own folder.
     if not {"", os.getcwd()} & set(sys.path):
         sys.path.append(os.getcwd())
     beside = os.environ.get(_FOLDER)
     if beside and beside not in sys.path:
         sys.path.append(beside)
+
+
+def _import(kind: str, name: str, module_name: str) -> Any:
+    look_for_users_code()
     process = os.getpid()
     try:
         return importlib.import_module(module_name)

@@ -15,7 +15,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
 from shardproof.config.schema import Recipe
-from shardproof.user_code import is_user_name
+from shardproof.user_code import is_user_name, look_for_users_code
 
 PACKAGE = Path(__file__).parents[1]
 _TOKENIZER_FILES = (
@@ -97,6 +97,7 @@ def _module(name: str) -> Compared:
 
 def find_module(name: str) -> ModuleSpec | None:
     """Where the module of module:name would be found, without importing it: only workers do that to some."""
+    look_for_users_code()
     path, spec = None, None
     for part in itertools.accumulate(name.partition(":")[0].split("."), "{}.{}".format):
         spec = PathFinder.find_spec(part, path)
