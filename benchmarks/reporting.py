@@ -47,7 +47,7 @@ def _version(package: str) -> str:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        return "from the source tree"
+        return "from the source tree" if package == "shardproof" else "not installed"
 
 
 def describe_commit() -> str | None:
