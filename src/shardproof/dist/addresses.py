@@ -34,10 +34,10 @@ def is_loopback(address: str) -> bool:
 def address_towards(other: str) -> str:
     """This host's own address on the way to another one; loopback if there is no way. Sends nothing."""
     with contextlib.suppress(OSError):
-        family, _, _, _, where = socket.getaddrinfo(other, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(where)
-            return str(probe.getsockname()[0])
+        for family, kind, protocol, _, where in socket.getaddrinfo(other or None, 9, type=socket.SOCK_DGRAM):
+            with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
+                probe.connect(where)
+                return str(probe.getsockname()[0])
     return "127.0.0.1"
 
 

@@ -11,13 +11,13 @@ import os
 import socket
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from ipaddress import ip_address
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
+from shardproof.dist.addresses import address_towards, is_loopback
 from shardproof.dist.collectives import exchange, gather_rows
 from shardproof.dist.region import NotOurs, RegionAddress, create_region, map_region
 from shardproof.text import printable
@@ -129,9 +129,10 @@ def _find_hosts() -> Hosts:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     # Ranks that one launcher started in one place need no address to be told apart.
     in_one_place = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) == world_size
+    address = address_towards(os.environ.get("MASTER_ADDR", ""))
     told = {
         "name": printable(socket.gethostname()) or "unnamed",
-        "address": "" if in_one_place else address_towards(os.environ.get("MASTER_ADDR", "")),
+        "address": "" if in_one_place or is_loopback(address) else address,
     }
     if world_size == 1:
         return Hosts((told["name"],), (0,))
@@ -184,21 +185,3 @@ def _number(rank: int, rows: Sequence[Mapping[str, Any]], leaders: Sequence[int]
             )
         names.append(name)
     return Hosts(tuple(names), tuple(of_rank), rank)
-
-
-def address_towards(other: str) -> str:
-    """This host's own address on the way to another one; "" where there is none, or only loopback. Nothing is sent."""
-    try:
-        found = socket.getaddrinfo(other, 9, type=socket.SOCK_DGRAM) if other else []
-    except OSError:
-        return ""
-    for family, kind, protocol, _, target in found:
-        with socket.socket(family, kind, protocol) as probe:
-            try:
-                probe.connect(target)
-            except OSError:
-                continue
-            mine = str(probe.getsockname()[0])
-        if not ip_address(mine.partition("%")[0]).is_loopback:
-            return mine
-    return ""

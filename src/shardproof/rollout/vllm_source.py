@@ -12,8 +12,8 @@ from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
+from shardproof.dist.addresses import address_towards, is_loopback
 from shardproof.dist.collectives import broadcast
-from shardproof.dist.hosts import address_towards
 from shardproof.export.stream import WeightStream
 from shardproof.rollout.vllm_ipc import WeightRoutes
 
@@ -67,7 +67,8 @@ class _NoClient(HTTPVLLMWeightSyncClient):
 def _rendezvous(server: str) -> tuple[str, int]:
     """This host's address on the way to the server's host, and a free port of it; loopback to a server of this host."""
     # What the own hostname resolves to is loopback on many systems, which another host cannot reach.
-    address = address_towards(server) or "127.0.0.1"
+    address = address_towards(server)
+    address = "127.0.0.1" if is_loopback(address) else address
     with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
         probe.bind((address, 0))
         return address, probe.getsockname()[1]
