@@ -6,6 +6,7 @@ import pytest
 
 from shardproof.report.page import data_of, write_report
 from shardproof.report.read import RunReader
+from shardproof.report.summary import facts_of
 
 pytestmark = pytest.mark.fault
 
@@ -87,6 +88,7 @@ def test_settings_and_facts_of_any_shape_cost_no_page(tmp_path, name):
         "step",
         "ranks",
         "nodes",
+        "hosts",
         "packages",
         "hardware",
         "changed",
@@ -101,6 +103,7 @@ def test_settings_and_facts_of_any_shape_cost_no_page(tmp_path, name):
             "changed": {"a": changed},
             "packages": {"a": changed},
             "hardware": {"gpus": [changed], "cpu": changed},
+            "hosts": [changed, {"name": changed, "ranks": changed, "devices": changed}],
         }
         (tmp_path / name).write_text(json.dumps(facts))
         write_report(tmp_path)
@@ -110,7 +113,7 @@ def test_settings_and_facts_of_any_shape_cost_no_page(tmp_path, name):
 def test_what_is_nested_deeply_costs_no_page(tmp_path, depth):
     nested = "[" * depth + "]" * depth
     for name in ("metrics.jsonl", "samples.jsonl", "events.jsonl", "config.json", "run.json"):
-        text = f'{{"step": 1, "kind": {nested}, "prompt": {nested}, "model": {nested}, "changed": {{"a": {nested}}}}}'
+        text = f'{{"step": 1, "kind": {nested}, "prompt": {nested}, "model": {nested}, "changed": {{"a": {nested}}}, "hosts": [{nested}, {{"name": {nested}}}]}}'
         (tmp_path / name).write_text(text + "\n")
     write_report(tmp_path)
 
@@ -125,3 +128,20 @@ def test_numbers_that_no_axis_holds_are_not_drawn(tab, tmp_path):
     tab.open(write_report(tmp_path).as_uri())
     path = tab.js("document.querySelector('.curve').getAttribute('d')")
     assert path.count("h0") == 2 and "NaN" not in path and "Infinity" not in path
+
+
+def test_a_run_on_several_hosts_shows_them(tmp_path):
+    hosts = [
+        {"name": "a", "ranks": [0, 1], "devices": "2 x H200"},
+        {"name": "b", "ranks": [2], "devices": "1 x H200"},
+    ]
+    assert ["Hosts", "a (2 ranks, 2 x H200), b (1 rank, 1 x H200)"] in _rows(
+        tmp_path, {"host": "a", "hosts": hosts}
+    )
+    assert ["Hosts", "? (0 ranks, ?)"] in _rows(tmp_path, {"host": "a", "hosts": [3]})
+    assert ["Host", "a"] in _rows(tmp_path, {"host": "a", "hosts": 5})
+
+
+def _rows(folder, facts):
+    (folder / "run.json").write_text(json.dumps(facts))
+    return facts_of(RunReader(folder).read())["rows"]

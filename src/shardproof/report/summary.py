@@ -144,7 +144,7 @@ def facts_of(run: Run) -> dict[str, Any]:
         ("Command", facts.get("command")),
         ("Commit", facts.get("commit")),
         ("Started", facts.get("started")),
-        ("Host", facts.get("host")),
+        ("Hosts", hosts) if (hosts := _hosts(facts)) else ("Host", facts.get("host")),
         ("Ranks", _ranks(facts)),
         ("GPUs", _gpus(dig(hardware, "gpus"))),
         ("CPU", _cpu(hardware)),
@@ -245,6 +245,20 @@ def _ranks(facts: Record) -> str | None:
     if ranks is None:
         return None
     return f"{ranks:.0f}" + (f" on {nodes:.0f} nodes" if nodes and nodes > 1 else "")
+
+
+def _hosts(facts: Record) -> str | None:
+    """`a (2 ranks, 8 x NVIDIA H200), b (...)`, where a run had several."""
+    hosts = facts.get("hosts")
+    if not isinstance(hosts, list):
+        return None
+    shown = []
+    for host in hosts:
+        ranks, texts = dig(host, "ranks"), [dig(host, key) for key in ("name", "devices")]
+        num = len(ranks) if isinstance(ranks, list) else 0
+        name, devices = (text if isinstance(text, str) else "?" for text in texts)
+        shown.append(f"{name} ({num} rank{'s' * (num != 1)}, {devices})")
+    return ", ".join(shown) or None
 
 
 def _gpus(gpus: Any) -> str | None:
