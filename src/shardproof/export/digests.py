@@ -10,18 +10,18 @@ from shardproof.dist.collectives import gather_rows
 
 
 class DigestShare:
-    """This rank's part of the digests: ranks divide each entry's tensors, or take entries of few in turn."""
+    """This rank's part of the digests: ranks divide each entry's tensors, or take one each in turn if there are few."""
 
     def __init__(self, rank: int, num_ranks: int):
         self._rank = rank
         self._num_ranks = num_ranks
-        self._num_entries = 0
+        self._turn = 0  # the rank that takes the next tensor of an entry of few
         self._found: list[Sequence[int] | torch.Tensor] = []
 
     def next_entry(self, num_tensors: int) -> range:
         """Which of the next entry's tensors this rank digests."""
-        mine = self._range(self._rank, self._num_entries, num_tensors)
-        self._num_entries += 1
+        mine = self._range(self._rank, self._turn, num_tensors)
+        self._turn += num_tensors
         return mine
 
     def add(self, digests: Sequence[int] | torch.Tensor) -> None:
@@ -45,10 +45,10 @@ class DigestShare:
         """
         owned: list[list[str]] = [[] for _ in range(self._num_ranks)]
         order: list[str] = []
-        for index, entry in enumerate(names):
+        for entry in names:
+            for rank in self._owners(len(order), len(entry)):
+                owned[rank] += [entry[position] for position in self._range(rank, len(order), len(entry))]
             order += entry
-            for rank in self._owners(index, len(entry)):
-                owned[rank] += [entry[position] for position in self._range(rank, index, len(entry))]
         mine = self._mine()
         row = torch.zeros(1 + max(map(len, owned)), dtype=torch.int64)
         row[: 1 + len(mine)] = torch.tensor([self._rank, *mine])
@@ -57,11 +57,12 @@ class DigestShare:
             found |= zip(owned[rank], digests, strict=False)
         return {name: found[name] for name in order}
 
-    def _owners(self, index: int, count: int) -> Sequence[int]:
+    def _owners(self, turn: int, count: int) -> Sequence[int]:
         """The ranks that digest some of an entry's tensors."""
-        return [index % self._num_ranks] if count < self._num_ranks else range(self._num_ranks)
+        return [(turn + place) % self._num_ranks for place in range(min(count, self._num_ranks))]
 
-    def _range(self, rank: int, index: int, count: int) -> range:
+    def _range(self, rank: int, turn: int, count: int) -> range:
         if count < self._num_ranks:
-            return range(count) if index % self._num_ranks == rank else range(0)
+            place = (rank - turn) % self._num_ranks
+            return range(place, place + 1) if place < count else range(0)
         return range(count * rank // self._num_ranks, count * (rank + 1) // self._num_ranks)
