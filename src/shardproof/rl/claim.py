@@ -133,7 +133,7 @@ class Claim:
         """Read what the run has come to, and check that it may go on. Rank 0 only."""
         steps = tuple(step_of(Path(name)) for name in stock.complete)
         self.state = replace(read_state(self.path), steps=steps)
-        check_state(self.path, self.state, self._recipe, self._resume)
+        check_state(self.path, self.state, self._resume)
 
     def _sort_out(self, stock: Stock) -> Stock:
         """Note interrupted saves; raise if the checkpoint to go on from lacks files. Collective, unless all share one."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -55,8 +56,11 @@ class State:
 
 def check_folder(recipe: Recipe, resume: Resume | None = None) -> State:
     """What the run's folder holds; raises if this recipe may not run there. Nothing is written."""
-    state = check_own(recipe, resume or Resume())
-    check_state(Path(recipe.output.folder), state, recipe, resume or Resume())
+    how = resume or Resume()
+    with _usable(recipe):
+        state = _look(recipe, how)
+        check_state(Path(recipe.output.folder), state, how)
+        _check_settings(state, recipe, how)
     return state
 
 
@@ -65,8 +69,16 @@ def check_own(recipe: Recipe, resume: Resume) -> State:
 
     The checkpoints that a run goes on from may be on other hosts; they are not looked for.
     """
+    with _usable(recipe):
+        state = _look(recipe, resume)
+        _check_settings(state, recipe, resume)
+    return state
+
+
+@contextmanager
+def _usable(recipe: Recipe) -> Iterator[None]:
     try:
-        return _check_own(recipe, resume)
+        yield
     except ShardproofError:
         raise
     except (OSError, ValueError) as error:  # a name that no folder can have, or one that may not be looked at
@@ -75,7 +87,7 @@ def check_own(recipe: Recipe, resume: Resume) -> State:
         raise fail("C007", "output", message, fix="use an output.folder that you can write to") from error
 
 
-def check_state(folder: Path, state: State, recipe: Recipe, resume: Resume) -> None:
+def check_state(folder: Path, state: State, resume: Resume) -> None:
     """Raise unless a run may go on from what its folder holds, or begin there."""
     if resume.from_step:
         _require_step(folder, state, resume.from_step)
@@ -83,7 +95,13 @@ def check_state(folder: Path, state: State, recipe: Recipe, resume: Resume) -> N
         _require_checkpoint(folder, state)
 
 
-def _check_own(recipe: Recipe, resume: Resume) -> State:
+def _check_settings(state: State, recipe: Recipe, resume: Resume) -> None:
+    if state.is_used and resume.from_step != 0:
+        changes = changed_settings(state.settings or {}, recipe, with_sources=not state.digests)
+        refuse_changes(Path(recipe.output.folder), changes, resume)
+
+
+def _look(recipe: Recipe, resume: Resume) -> State:
     check_resume(resume)
     if not recipe.output.folder.strip():
         raise fail("C001", "output", "output.folder is empty.", fix="use a separate folder for the run")
@@ -102,9 +120,6 @@ def _check_own(recipe: Recipe, resume: Resume) -> State:
     state = read_state(folder)
     if state.settings is None:
         _require_empty(folder)
-    if state.is_used and resume.from_step != 0:
-        changes = changed_settings(state.settings or {}, recipe, with_sources=not state.digests)
-        refuse_changes(folder, changes, resume)
     return state
 
 
