@@ -13,6 +13,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from shardproof.cli.footer import Part
@@ -237,6 +238,9 @@ def _trainer(recipe: Recipe, options: Options, console: Any, folder: str) -> Any
 
     os.environ[COMMAND] = shlex.join(["shardproof", *sys.argv[1:]])  # ranks have arguments of their own
     recipe_json = to_json(recipe)
+    options = replace(
+        options, rdzv_id=None
+    )  # Ray publishes what ranks are given, and needs no secret of ours
     early = {name: value for name, value in os.environ.items() if name.startswith(_PASSED_ON_EARLY)}
     early.setdefault("OMP_NUM_THREADS", "1")
     return TorchTrainer(
