@@ -7,6 +7,7 @@ import resource
 import socket
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from shardproof.dist.collectives import control_group, exchange
 from shardproof.dist.deadline import deadline
 from shardproof.dist.launch import raise_file_limit
-from shardproof.dist.start import Together, node_range, start_ranks
+from shardproof.dist.start import RankFailed, Together, node_range, start_ranks, tell_refusal
 from shardproof.errors import ConfigError
 from shardproof.findings import CODES
 from tests.ranks import run_ranks
@@ -48,7 +49,7 @@ def test_hosts_that_share_a_secret_meet():
     nodes = [
         begin("echo", "hello", num_ranks=1, nnodes="2", endpoint=endpoint, secret=SECRET) for _ in range(2)
     ]
-    said = "this node accepts connections from other machines"
+    said = "this host accepts connections from other machines"
     found = results(nodes[0], said) | results(nodes[1], said)
     assert found == {"0": ["0", "2", "hello"], "1": ["1", "2", "hello"]}
 
@@ -91,6 +92,17 @@ def test_a_host_that_finds_nobody_is_told_so(caplog):
         ConfigError, match=r"C002 launch: 1 of 2 hosts were there after 0.3 s: host .*\(127.0.0.1\)"
     ):
         start_ranks(print, num_ranks=1, together=together)
+
+
+def test_a_host_that_cannot_start_tells_the_one_that_waits_for_it():
+    together = Together("2", free_endpoint(), SECRET)
+    telling = threading.Thread(target=tell_refusal, args=(together, "C007 output: the disk is full"))
+    telling.start()
+    with pytest.raises(RankFailed) as caught:
+        start_ranks(print, num_ranks=1, together=together)
+    telling.join(60)
+    assert caught.value.code == 2 and caught.value.message == "C007 output: the disk is full"
+    assert caught.value.host == socket.gethostname() and not telling.is_alive()
 
 
 def test_a_range_of_nodes():

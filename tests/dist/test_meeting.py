@@ -340,3 +340,22 @@ def test_a_new_start_does_not_learn_the_end_of_the_run_before_it():
     assert hosts.say("c") == {"later": "an earlier run is still ending there"}
     hosts.add("b2", "b", round=1)
     assert hosts.say("b2")["phase"] == ENDED, "but a host of this very run does"
+
+
+def test_a_host_that_cannot_take_part_ends_the_run_for_all_before_it_begins():
+    hosts = Hosts("ab", min_hosts=3, max_hosts=3)
+    hosts.say("a")
+    hosts.add("c", refuses="C007 output: the disk is full")
+    assert hosts.say("c") == {"phase": ENDED, "told": 1}
+    found = [hosts.say(name)["cause"] for name in "ab"]
+    assert [(each["kind"], each["code"], each["host"]) for each in found] == [(REFUSED, 2, "c")] * 2
+    assert found[1]["text"] == "C007 output: the disk is full", "a host that comes later is told as well"
+    assert hosts.say("c")["told"] == 3
+
+
+def test_a_host_that_cannot_replace_another_ends_nothing():
+    hosts = Hosts(max_restarts=1)
+    hosts.run()
+    lose(hosts, "b")
+    hosts.add("c", refuses="C007 output: the disk is full")
+    assert hosts.say("c")["phase"] == GATHERING and list(hosts.meeting.members) == ["a"]

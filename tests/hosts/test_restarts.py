@@ -100,6 +100,13 @@ def test_without_restarts_all_hosts_say_why_the_run_ended(two_hosts):
     assert [len(each) for each in said] == [1, 1], said
 
 
+def test_a_host_that_cannot_start_tells_those_that_wait_for_it(two_hosts):
+    tiny_run(two_hosts["a"].folder)  # and host b has no recipe
+    a, b = two_hosts.train(f"{DISK}/tiny.toml", f"output.folder={DISK}/run")
+    finish([a, b], code=2)
+    assert "host b: C001 " in a.output() and "C001 " in b.output()
+
+
 def test_a_host_that_died_comes_back_with_the_same_command(two_hosts, undisturbed):
     a, b = begin(two_hosts, max_restarts=1)
     let_go(*two_hosts.hosts)

@@ -6,6 +6,7 @@ Commands import what they need when they run, so that `shardproof --help` answer
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import platform
 from typing import Annotated
 
@@ -71,4 +72,6 @@ def main(
     ] = False,
 ) -> None:
     """Sharded RL post-training in which every rank can prove what it holds."""
+    # Read when torch is imported. Its warnings about lost connections are stacks of C++; findings say the same in words.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     sanitise_logging()

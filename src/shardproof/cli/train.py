@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from pathlib import Path
@@ -84,7 +85,18 @@ def train(
                 _train(checked, options, dry_run, terminal)
         except ShardproofError as error:
             terminal.show(str(error))
+            if not (dry_run or show_recipe):
+                _tell_hosts(options, error)
             raise SystemExit(exit_code_of(error)) from None
+
+
+def _tell_hosts(options: Options, error: ShardproofError) -> None:
+    """Let the other hosts of the run end with the error that this one cannot start for."""
+    from shardproof.dist.start import tell_refusal
+
+    if not is_rank() and options.on is None:
+        with contextlib.suppress(ShardproofError):  # it is about the hosts themselves
+            tell_refusal(options.together, str(error))
 
 
 def _load_recipe(path: str, overrides: list[str], show: bool) -> Recipe:

@@ -174,8 +174,9 @@ class Agent:
             return
         self._said_at = now
         if here:
-            needed = self._plan.min_hosts
-            logger.info("waiting for hosts: %d here, %d needed: %s", len(here), needed, ", ".join(here))
+            low, high = self._plan.min_hosts, self._plan.max_hosts
+            wanted = f"{low} needed" if len(here) < low else f"{high} wanted"
+            logger.info("waiting for hosts: %d here, %s: %s", len(here), wanted, ", ".join(here))
         elif self._attendance.trouble or not self._attendance.was_heard:
             logger.info("waiting for %s: %s", self._endpoint, self._attendance.trouble or "no answer yet")
 

@@ -23,7 +23,7 @@ WAITING, DONE = "waiting", "done"  # states of a host, beside RUNNING
 FINISHED, FAILED, REFUSED, STOPPED = "finished", "failed", "refused", "stopped"  # how a host's ranks ended
 LOST, JOINED = "lost", "joined"  # further causes for which ranks end
 
-FAILED_CODE = 3  # the exit code of a run that a finding stopped
+REFUSED_CODE, FAILED_CODE = 2, 3  # exit codes of a run that cannot begin, and of one that a finding stopped
 
 _RECONNECT_S = 3.0  # for an agent whose connection was closed; after this its process is gone
 _REPLACED_S = 5.0  # silence after which a new agent on the same host stands for the old one
@@ -88,6 +88,7 @@ class Meeting:
     _order: list[str] = field(default_factory=list)  # ids of the hosts of this round, host 0 first
     _hosts: list[dict[str, Any]] = field(default_factory=list)  # the same hosts, for their agents
     _store: dict[str, Any] | None = None  # where the ranks' store listens
+    _told: set[str] = field(default_factory=set)  # ids of hosts that know how the run ended
     _since: float | None = None  # when the gathering began
     _enough_since: float | None = None
     _looked: float | None = None
@@ -98,10 +99,12 @@ class Meeting:
         with self._lock:
             self.look()
             member = self.members.get(report["id"])
-            if member is None and self.phase == ENDED and not report["round"]:
+            if member is None and self.phase == ENDED and self.round and not report["round"]:
                 return {"later": "an earlier run is still ending there"}
             if (refusal := self._check_plan(report)) is not None:
                 return {"refused": refusal}
+            if report.get("refuses"):
+                return self._hear_refusal(report)
             if member is None:
                 if report["state"] != WAITING:
                     return {"unknown": True}
@@ -164,6 +167,15 @@ class Meeting:
         said = ", ".join(f"{name} {theirs[name]:g} against {ours[name]:g}" for name in different)
         return f"host {printable(report['name'])} was started with other options than the hosts before it: {said}"
 
+    def _hear_refusal(self, report: Mapping[str, Any]) -> dict[str, Any]:
+        """End a run that has not begun: a host found out that it cannot take part. Later, others may replace it."""
+        if self.phase == GATHERING and not self.round:
+            self._end(
+                Cause(REFUSED, str(report["refuses"])[:MAX_TEXT], REFUSED_CODE, printable(report["name"]))
+            )
+        self._told.add(report["id"])
+        return {"phase": self.phase, "told": len(self._told)}
+
     def _welcome(self, report: Mapping[str, Any], is_keeper: bool) -> Member:
         name, address = printable(str(report["name"]))[:253], printable(str(report["address"]))[:60]
         member = Member(
@@ -173,7 +185,9 @@ class Meeting:
         if report["job"] and report["round"] and not self.round:
             self.job = str(report["job"])
         self.round = max(self.round, int(report["round"]))
-        if not self._order:  # else a host that was lost comes back and has counted the restart that follows as well
+        if (
+            not self._order
+        ):  # else a host that was lost comes back and has counted the restart that follows as well
             self.restarts = max(self.restarts, int(report["restarts"]))
         self.members[member.id] = member
         return member
@@ -279,7 +293,9 @@ class Meeting:
             text = f"{len(ready)} of {plan.min_hosts} hosts were there after {plan.timeout_s:g} s: {here}"
             if self.cause is not None:
                 text = f"{self.cause.text}; {text}"
-            self._end(Cause(LOST if self.round else REFUSED, text, FAILED_CODE if self.round else 2))
+            self._end(
+                Cause(LOST if self.round else REFUSED, text, FAILED_CODE if self.round else REFUSED_CODE)
+            )
 
     def _begin(self, chosen: list[Member]) -> None:
         chosen.sort(
@@ -330,6 +346,8 @@ class Meeting:
         self.cause, self.phase = cause, ENDED
 
     def _answer(self, member: Member, known_round: int) -> dict[str, Any]:
+        if self.phase == ENDED:
+            self._told.add(member.id)
         answer: dict[str, Any] = {"phase": self.phase, "round": self.round, "restarts": self.restarts}
         answer["job"] = self.job
         answer["cause"] = None if self.cause is None else asdict(self.cause)

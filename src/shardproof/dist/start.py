@@ -7,6 +7,7 @@ import logging
 import os
 import socket
 import tempfile
+import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,7 @@ from shardproof.dist import addresses
 from shardproof.dist.agent import Agent, End, Lost, NotAdmitted, Work
 from shardproof.dist.attendance import Attendance, Call
 from shardproof.dist.launch import raise_file_limit
-from shardproof.dist.meeting import FINISHED, LOST, REFUSED, STOPPED, Meeting, Plan
+from shardproof.dist.meeting import ENDED, FINISHED, LOST, REFUSED, STOPPED, Meeting, Plan
 from shardproof.dist.rendezvous import Line, Server, answer, derive_key
 from shardproof.dist.signals import SIGNALLED
 from shardproof.errors import ShardproofError, fail
@@ -24,6 +25,7 @@ from shardproof.text import printable
 logger = logging.getLogger(__name__)
 
 _MIN_SECRET = 16  # characters
+_TELL_S, _LOOK_S = 30, 0.2
 _GRACE_S = "180"  # for the step and the checkpoint that ranks finish after a signal
 
 
@@ -120,7 +122,7 @@ def _run_together(work: Work, plan: Plan, together: Together) -> dict[int, Any]:
     key = derive_key(check_secret(together.secret))
     local = _local_address(together.local_addr)
     logger.warning(
-        "this node accepts connections from other machines: use a private network; see docs/multi-node.md"
+        "this host accepts connections from other machines: use a private network; see docs/multi-node.md"
     )
     server, line = serve_meeting(host, port, key, local), Line(host, port, key)
     call: Call = line.call
@@ -139,6 +141,35 @@ def _run_together(work: Work, plan: Plan, together: Together) -> dict[int, Any]:
         line.close()
         if server is not None:
             server.close()
+
+
+def tell_refusal(together: Together, text: str) -> None:
+    """Tell the hosts that wait, or come soon, why this one cannot take part: they would wait for minutes."""
+    plan = together.plan
+    if plan.max_hosts == 1:
+        return
+    host, port = parse_endpoint(together.endpoint)
+    key = derive_key(check_secret(together.secret))
+    logger.info("the other hosts are told, for at most %d s", _TELL_S)
+    server, line = serve_meeting(host, port, key), Line(host, port, key)
+    call: Call = line.call if server is None else _keeper(server.meeting)
+    attendance = Attendance(call, plan, socket.gethostname(), num_ranks=0)
+    attendance.update(refuses=text)
+    attendance.start()
+    until = time.monotonic() + _TELL_S
+    try:
+        while time.monotonic() < until and attendance.refusal is None:
+            found = attendance.wait(_LOOK_S)
+            if found is not None and (found["phase"] != ENDED or found["told"] >= plan.max_hosts):
+                return
+            if attendance.was_heard and attendance.trouble:  # who kept the meeting was told, and is gone
+                return
+            time.sleep(_LOOK_S)
+    finally:
+        attendance.leave()
+        line.close()
+        if server is not None:
+            server.close(patience_s=0)
 
 
 def _keeper(meeting: Meeting) -> Call:
