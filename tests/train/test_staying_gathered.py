@@ -136,7 +136,7 @@ def gathers_with(folder, strategy, free, options):
 
 def test_auto_spends_what_is_left_on_parameters(tmp_path):
     folder = str(make_checkpoint(tmp_path, "qwen3"))
-    whole = sum(each.nbytes for each in run_ranks(1, state_of, folder)[0].values())
+    whole = sum(map(gathered_bytes, run_ranks(1, state_of, folder)[0].values()))
     found = {
         (free, *options): run_ranks(2, gathers_with, folder, "fsdp2", free, options)
         for free, options in ((0, {}), (whole, {}), (PLENTY, {}), (PLENTY, {"reshard_after_forward": True}))
@@ -152,6 +152,11 @@ def test_auto_spends_what_is_left_on_parameters(tmp_path):
     expected = [row[1:] for row in found[0,]]
     for rows in found.values():
         assert_same_run([row[1:] for row in rows], expected)
+
+
+def gathered_bytes(tensor):
+    """Of a tensor, as two ranks gather it: rows are padded to an even number."""
+    return (len(tensor) + len(tensor) % 2) * tensor[0].nbytes
 
 
 def state_of(folder):
@@ -178,7 +183,7 @@ def gathers_by_memory(folder, free):
             with counting_gathers() as counted:
                 sp.train_step(policy, sp.Batch([list(range(1, length))] * 2), optimizer, micro_batch_tokens=3)
             found.append(counted.call_count)
-    whole = sum(param.numel() for param in policy.module.parameters()) * 4
+    whole = sum(gathered_bytes(torch.empty(param.shape)) for param in policy.module.parameters())
     return found[1:], whole  # the first step also finds out how the model can be scored
 
 
