@@ -123,15 +123,26 @@ def test_host_0_may_die_where_hosts_meet_somewhere_else(two_hosts, undisturbed):
         "shardproof", "rendezvous", "--rdzv-endpoint", place, env={"SHARDPROOF_RDZV_ID": two_hosts.secret}
     )
     meeting.wait_for("hosts can meet at")
-    a, b = begin(two_hosts, max_restarts=1, endpoint=place)
-    let_go(*two_hosts.hosts)
-    two_hosts["a"].die()
-    b.wait_for("host a was lost")
-    two_hosts["a"].mend()
-    finish([again(two_hosts, a), b])
+    lose_host_0(two_hosts, place)
     assert numbers(two_hosts) == undisturbed
     meeting.send(signal.SIGTERM)
     assert meeting.wait(_LIMIT_S) == 0
+
+
+def test_host_0_may_die_with_the_rendezvous_if_it_comes_back(two_hosts, undisturbed):
+    lose_host_0(two_hosts, f"a:{PORT}")
+    assert numbers(two_hosts) == undisturbed
+
+
+def lose_host_0(cluster: Cluster, endpoint: str) -> None:
+    """Lose host a, start the same command on it again, and wait for the end."""
+    a, b = begin(cluster, max_restarts=1, endpoint=endpoint)
+    let_go(*cluster.hosts)
+    cluster["a"].die()
+    b.wait_for("host a was lost")
+    cluster["a"].mend()
+    finish([again(cluster, a), b])
+    assert "starting again on 2 hosts (a, b) from the newest checkpoint (restart 1 of 1)" in b.output()
 
 
 def test_a_run_goes_on_with_a_host_fewer_and_takes_in_one_that_joins(two_hosts, undisturbed):
@@ -164,5 +175,6 @@ def test_sigterm_to_one_agent_or_one_rank_stops_the_run_everywhere_and_is_no_fai
     finish([a, b], code=128 + signal.SIGTERM)
     assert "starting again" not in a.output() + b.output()
     assert len(trajectory(two_hosts.shared / "run")) == 2, "the step was finished and saved"
-    finish([again(two_hosts, a), again(two_hosts, b)])
-    assert numbers(two_hosts) == undisturbed
+    if target == "agent":
+        finish([again(two_hosts, a), again(two_hosts, b)])
+        assert numbers(two_hosts) == undisturbed
