@@ -77,7 +77,7 @@ _POD_FAILURE = thing(
     onExitCodes=thing(
         *("operator", "values"),
         containerName=NAME,
-        operator=one_of("In", "NotIn"),
+        operator=one_of("In"),
         values=some({"type": "integer", "minimum": 1, "maximum": 255}),
     ),
     onPodConditions=some(thing("type", "status", type=TEXT, status=one_of("True", "False", "Unknown"))),
