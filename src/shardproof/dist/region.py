@@ -62,6 +62,11 @@ def map_region(address: RegionAddress, writable: bool = False) -> torch.Tensor:
 
     Without `writable` the mapping is private: writes to the tensor are not seen by others.
     """
+    return torch.frombuffer(map_bytes(address, writable), dtype=torch.uint8)
+
+
+def map_bytes(address: RegionAddress, writable: bool = False) -> mmap.mmap:
+    """As `map_region`, for what is no tensor."""
     if not _DESCRIPTOR.fullmatch(address.path) or not _TOKEN.fullmatch(address.token):
         raise NotOurs(f"{address.path!r} is not the address of shared memory")
     try:
@@ -80,12 +85,11 @@ def map_region(address: RegionAddress, writable: bool = False) -> torch.Tensor:
     try:
         # A private mapping reserves nothing: only what a consumer overwrites costs memory.
         flags = mmap.MAP_SHARED if writable else mmap.MAP_PRIVATE | _MAP_NORESERVE
-        memory = mmap.mmap(descriptor, address.num_bytes, flags, mmap.PROT_READ | mmap.PROT_WRITE)
+        return mmap.mmap(descriptor, address.num_bytes, flags, mmap.PROT_READ | mmap.PROT_WRITE)
     except (OSError, ValueError) as error:
         raise NotOurs(f"{address.path} cannot be mapped: {error}") from error
     finally:
         os.close(descriptor)
-    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def _name(token: str) -> str:

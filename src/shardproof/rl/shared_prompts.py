@@ -13,13 +13,11 @@ from typing import Any, overload
 
 import numpy as np
 
-from shardproof.dist.region import NotOurs, RegionAddress, create_region, map_region
+from shardproof.dist.region import NotOurs, RegionAddress, create_region, map_bytes
 from shardproof.rl.checks import Data
 from shardproof.rl.data import Prompt
 
-_HEAD = struct.Struct(
-    "<3q"
-)  # numbers of prompts and of held-out ones, and whether some are lists of messages
+_HEAD = struct.Struct("<3q")  # numbers of prompts and of held-out ones, and whether some are lists
 _PROMPT = struct.Struct("<3q")  # lengths: of text in bytes, of both lists of tokens
 _PLAIN = (str, int, float, bool, type(None))
 
@@ -80,7 +78,7 @@ def share_prompts(data: Data) -> tuple[int, RegionAddress] | None:
 def open_prompts(address: Mapping[str, Any]) -> Data | None:
     """The data at an address; None if this process cannot map that memory."""
     try:
-        memory = map_region(RegionAddress.from_json(address)).numpy().data
+        memory = memoryview(map_bytes(RegionAddress.from_json(address)))
     except NotOurs:
         return None
     num_prompts, num_held_out, has_messages = _HEAD.unpack_from(memory)
