@@ -58,10 +58,11 @@ def die_by_signal():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def step_with_lost_rank(options, lost, where, how):
-    """A good step, then one in which a rank is lost; (seconds until the others knew, what they were told)."""
+def step_with_lost_rank(options, lost, where, how, good_steps=1):
+    """Good steps, then one in which a rank is lost; (seconds until the others knew, what they were told)."""
     policy, optimizer = load(**options)
-    assert step(policy, optimizer).stepped
+    for _ in range(good_steps):
+        assert step(policy, optimizer).stepped
     if dist.get_rank() == lost:
         where(policy, how)
     started = time.monotonic()
@@ -97,6 +98,17 @@ def test_rank_that_dies_in_a_step(num_ranks, options, where, how, exit_code):
 
 def doze():
     time.sleep(DEADLINE_S + 2)
+
+
+def test_rank_that_dies_while_ways_of_scoring_are_tried():
+    """In the first step a way of scoring that fails is left for another one, but not because a rank is gone."""
+    arguments = ({}, 1, at_the_second_block, die_by_exit, 0)
+    outcomes = run_ranks_outcomes(2, step_with_lost_rank, *arguments, timeout=60)
+    assert outcomes[1] == ("died", 7)
+    kind, (seconds, code, message) = outcomes[0]
+    assert (kind, code) == ("ok", "T308")
+    assert seconds < 2 * DEADLINE_S
+    assert message.startswith("T308 train_step: rank 1 did not answer: its process has died")
 
 
 def test_rank_that_is_slower_than_the_deadline():

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from shardproof.bounds import within
 from shardproof.dist.collectives import exchange
+from shardproof.dist.deadline import is_lost
 from shardproof.errors import fail
 from shardproof.model.attention import PACKED
 from shardproof.model.compiling import forget_compiled, is_compiled, uncompiled
@@ -161,7 +162,7 @@ def _probe(policy: ShardedModel, probe: Batch, scoring: Scoring) -> torch.Tensor
         with scoring_context(policy, scoring):
             rows = [score(policy, part, scoring)[0] for part in parts]
     except (TypeError, ValueError, AttributeError, NotImplementedError, RuntimeError) as error:
-        if scoring.attention == "eager" and not scoring.chunked:
+        if is_lost(error) or (scoring.attention == "eager" and not scoring.chunked):
             raise
         first, *more = str(error).splitlines()
         return f"{first} {more[0]}" if first.endswith(":") and more else first

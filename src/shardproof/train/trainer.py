@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.optim.lr_scheduler import LRScheduler
 
 from shardproof.dist.collectives import exchange
-from shardproof.dist.deadline import deadline, mesh_groups
+from shardproof.dist.deadline import deadline, is_lost, mesh_groups
 from shardproof.errors import fail
 from shardproof.model.compiling import is_compiled
 from shardproof.shard.sharded_model import ShardedModel
@@ -141,6 +141,8 @@ class Trainer:
             if self.scheduler is not None:
                 self.scheduler.step()
         except Exception as error:
+            if is_lost(error):  # nobody is left to be told
+                raise
             problem, cause = f"{type(error).__name__}: {error}", error
         for rank, said in enumerate(exchange(problem)):
             if said is not None:
