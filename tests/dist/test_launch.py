@@ -32,7 +32,7 @@ def begin(name, *args, **settings):
 
 
 def results(process, said=""):
-    output, errors = process.communicate(timeout=100)
+    output, errors = process.communicate(timeout=300)
     assert process.returncode == 0 and said in errors, errors
     return json.loads(output.splitlines()[-1])
 
@@ -47,7 +47,8 @@ def test_ranks_get_their_arguments_make_groups_and_leave_no_thread_behind(tmp_pa
 def test_hosts_that_share_a_secret_meet():
     endpoint = free_endpoint()
     nodes = [
-        begin("echo", "hello", num_ranks=1, nnodes="2", endpoint=endpoint, secret=SECRET) for _ in range(2)
+        begin("echo", "hello", num_ranks=1, nnodes="2", endpoint=endpoint, secret=SECRET, local_addr=address)
+        for address in (None, "127.0.0.1")
     ]
     said = "this host accepts connections from other machines"
     found = results(nodes[0], said) | results(nodes[1], said)

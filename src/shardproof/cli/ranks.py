@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from shardproof.cli.footer import Part
 from shardproof.cli.options import UNUSABLE, Options, exit_code_of
 from shardproof.cli.readiness import count_ranks
+from shardproof.dist.signals import SIGNALLED
 from shardproof.errors import ShardproofError
 from shardproof.terminal import LIBRARIES, Terminal, attached
 from shardproof.text import sanitise_logging
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
     from shardproof.config.schema import Recipe
 
 logger = logging.getLogger(__name__)
-
-_SIGNALLED = 128  # a shell's exit codes for signals begin above it
 
 
 def launch(recipe: Recipe, options: Options, terminal: Terminal) -> None:
@@ -66,10 +65,10 @@ def start_and_wait(
             loopback_only=not recipe.rollout.vllm.allow_remote,
         )
     except RanksStopped as error:
-        return _SIGNALLED + error.number
+        return SIGNALLED + error.number
     except RanksKilled:
         logger.warning("interrupted again: the ranks were killed before they could save")
-        return _SIGNALLED + signal.SIGINT
+        return SIGNALLED + signal.SIGINT
     except RankFailed as error:
         if not error.was_shown:
             if error.rank is not None:
@@ -97,7 +96,7 @@ def run_under_torchrun(recipe: Recipe, options: Options, terminal: Terminal) -> 
 
 def show_footer(part: Part, code: int, terminal: Terminal) -> None:
     """Show how this part of the run ended, what to look at and what to do next."""
-    lines = part.footer(interrupted=code > _SIGNALLED)
+    lines = part.footer(interrupted=code > SIGNALLED)
     for line in ["", *lines] if lines else ():
         terminal.show(line)
 
@@ -139,7 +138,7 @@ def run_attached(
         return run_recipe(recipe, resume=resume)
     except Stopped as stop:
         # An exit, not a return: an agent that got a signal too no longer reads what its ranks return.
-        raise SystemExit(_SIGNALLED + stop.number) from None
+        raise SystemExit(SIGNALLED + stop.number) from None
     except ShardproofError as error:
         if _is_first_to_say(str(error)):
             terminal.show(str(error))
