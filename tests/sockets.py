@@ -11,18 +11,24 @@ from pathlib import Path
 
 def listening(pids: Iterable[int]) -> set[str]:
     """The addresses that these processes listen on, over IPv4 and IPv6."""
-    inodes = set()
+    return {address for address, _ in listening_ports(pids)}
+
+
+def listening_ports(pids: Iterable[int]) -> set[tuple[str, int]]:
+    """The addresses and ports that these processes listen on, each in its own network."""
+    found = set()
     for pid in pids:
         with contextlib.suppress(OSError):  # the process has ended
+            inodes = set()
             for descriptor in os.listdir(f"/proc/{pid}/fd"):
                 with contextlib.suppress(OSError):  # it was closed
                     inodes.add(os.readlink(f"/proc/{pid}/fd/{descriptor}"))
-    found = set()
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:
-                found.add(str(_address(fields[1].split(":")[0])))
+            for table in ("tcp", "tcp6"):
+                for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+                    fields = line.split()
+                    if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:
+                        address, _, port = fields[1].partition(":")
+                        found.add((str(_address(address)), int(port, 16)))
     return found
 
 

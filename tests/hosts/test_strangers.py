@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import signal
-import socket
-import struct
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,12 +14,12 @@ import pytest
 from tests.hosts.cluster import PORT, Cluster, Program, tiny_run
 from tests.hosts.preloaded import ROOT
 from tests.rl.runs import trajectory
+from tests.sockets import listening_ports
 
 pytestmark = [pytest.mark.fault, pytest.mark.slow]
 
 _LIMIT_S = 300  # for what takes seconds: nothing here is about time
 _STEPS = 10_000  # more than anybody waits for
-_LISTENING = "0A"  # in /proc/net/tcp
 _STRANGER = str(Path(__file__).with_name("stranger.py"))
 
 
@@ -43,25 +39,6 @@ def rows(program: Program) -> Iterator[dict[str, Any]]:
             yield json.loads(line)
 
 
-def listening(pid: int) -> set[tuple[str, int]]:
-    """The addresses and ports at which a process listens, in its own network."""
-    inodes = set()
-    for path in Path(f"/proc/{pid}/fd").iterdir():
-        with contextlib.suppress(OSError):
-            inodes.add(os.readlink(path).removeprefix("socket:[").removesuffix("]"))
-    found = set()
-    for kind in ("tcp", "tcp6"):
-        for line in Path(f"/proc/{pid}/net/{kind}").read_text().splitlines()[1:]:
-            local, state, inode = (line.split()[column] for column in (1, 3, 9))
-            if state == _LISTENING and inode in inodes:
-                address, _, port = local.partition(":")
-                words = [address[first : first + 8] for first in range(0, len(address), 8)]
-                raw = b"".join(struct.pack("=I", int(word, 16)) for word in words)
-                family = socket.AF_INET if len(raw) == 4 else socket.AF_INET6
-                found.add((socket.inet_ntop(family, raw), int(port, 16)))
-    return found
-
-
 def promised() -> set[tuple[str, ...]]:
     """What docs/security.md says: who listens, where, at which port and with which secret, on hosts without a GPU."""
     text = (ROOT / "docs" / "security.md").read_text().partition("### Several nodes")[2]
@@ -75,7 +52,7 @@ def described(a: Program, b: Program) -> set[tuple[str, ...]]:
     found = set()
     for program in (a, b):
         assert program.process is not None
-        for address, port in listening(program.process.pid):
+        for address, port in listening_ports([program.process.pid]):
             assert program is a and address == a.host.address, f"{program} listens at {address}:{port}"
             if port == PORT:
                 words = ("the launcher of the endpoint's host", "rendezvous", "the endpoint's", "`--rdzv-id`")
@@ -83,7 +60,7 @@ def described(a: Program, b: Program) -> set[tuple[str, ...]]:
                 words = ("the launcher of rank 0's host", "torch's store", "a free one", "none")
             found.add((*words[:2], "the one that reaches the other hosts", *words[2:]))
         for rank in program.ranks():
-            for address, _ in listening(rank.pid):
+            for address, _ in listening_ports([rank.pid]):
                 assert address == program.host.address, f"a rank of {program} listens at {address}"
                 found.add(
                     ("every rank", "gloo", "the one that reaches the other hosts", "a free one", "none")
@@ -97,7 +74,7 @@ def ports_of(*programs: Program) -> dict[str, list[int]]:
     for program in programs:
         assert program.process is not None
         pids = [program.process.pid, *(rank.pid for rank in program.ranks())]
-        found[program.host.address] = sorted(port for pid in pids for _, port in listening(pid))
+        found[program.host.address] = sorted(port for _, port in listening_ports(pids))
     return found
 
 
@@ -129,7 +106,7 @@ def test_a_stranger_runs_no_code_and_changes_no_number() -> None:
         ports = ports_of(*programs)
         launcher = programs[0].process
         assert launcher is not None
-        (store,) = (port for _, port in listening(launcher.pid) if port != PORT)
+        (store,) = (port for _, port in listening_ports([launcher.pid]) if port != PORT)
         vandal = stranger(cluster, "store", mark, a.address, str(store))
         assert vandal.wait(_LIMIT_S) == 0 and said(vandal, "keys")  # torch's store asks nobody who they are
 
