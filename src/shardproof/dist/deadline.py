@@ -32,6 +32,7 @@ _LOST = (
     "nccl",
     "timed out waiting",
     "wait timeout",
+    "application timeout caused pair closure",  # what gloo says of a collective after the one that timed out
     "socket timeout",
     "connection closed by peer",
     "connection reset by peer",
