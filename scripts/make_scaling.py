@@ -136,19 +136,19 @@ def memory_table(name: str) -> str:
 def plot(data: dict[str, Any]) -> str:
     """Bytes of a phase over the number of ranks, both axes logarithmic: what was counted, and the fits."""
     parts = [
-        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 960 470" width="960" height="470" '
+        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 1020 470" width="1020" height="470" '
         'font-family="system-ui, sans-serif" role="img" '
         'aria-label="Control bytes per rank of each phase from 4 to 2,048 ranks">',
-        '<rect width="960" height="470" fill="#ffffff"/>',
+        '<rect width="1020" height="470" fill="#ffffff"/>',
     ]
     parts += _panel(data, "mean", "Mean over the ranks", 70)
-    parts += _panel(data, "rank 0", "Rank 0", 510)
+    parts += _panel(data, "rank 0", "Rank 0", 570)
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
 COLOURS = dict(zip((*PHASES, "a whole step"), ("#868e96", "#4c6ef5", "#f08c00", "#37b24d", "#e03131", "#1098ad",
                                                "#ae3ec9", "#74b816", "#212529"), strict=True))  # fmt: skip
-WIDTH, HEIGHT, TOP, LOW, HIGH = 330, 370, 50, 3.0, 8.0  # powers of ten
+WIDTH, HEIGHT, TOP, LOW, HIGH = 330, 370, 50, 2.0, 8.0  # powers of ten
 
 
 def _panel(data: dict[str, Any], whose: str, title: str, left: int) -> list[str]:
@@ -162,7 +162,7 @@ def _panel(data: dict[str, Any], whose: str, title: str, left: int) -> list[str]
 
     out = [_text(left, 28, title, size=15, weight=600)]
     for power in range(int(LOW), int(HIGH) + 1):
-        label = {3: "1 KB", 4: "10 KB", 5: "100 KB", 6: "1 MB", 7: "10 MB", 8: "100 MB"}[power]
+        label = {2: "100 B", 3: "1 KB", 4: "10 KB", 5: "100 KB", 6: "1 MB", 7: "10 MB", 8: "100 MB"}[power]
         colour, dash = ("#e03131", ' stroke-dasharray="5 4"') if power == 6 else ("#dee2e6", "")
         out.append(
             f'<line x1="{left}" x2="{left + WIDTH}" y1="{y(10**power):.1f}" y2="{y(10**power):.1f}" stroke="{colour}"{dash}/>'
