@@ -303,7 +303,7 @@ class Agent:
 
     def _cut_off(self) -> Cause:
         seconds, endpoint = self._plan.lost_after_s, self._endpoint
-        text = f"this host lost its connection to {endpoint}: no answer for {seconds:g} s"
+        text = f"this host lost its connection to host {endpoint}: no answer for {seconds:g} s"
         return Cause(LOST, text, host=endpoint.rpartition(":")[0], seconds=seconds)
 
     def _report(self, failure: Failure, shown: Path) -> dict[str, Any]:
