@@ -17,7 +17,7 @@ from shardproof.cli.ray_console import Console
 from tests.sockets import all_loopback, listening
 
 TINY = Path(__file__).parents[3] / "recipes" / "tiny"
-PATIENCE_S = 240
+PATIENCE_S = 1200
 
 # Beside the recipe, so that workers must find it there. The run waits after two steps while there is a file hold-2.
 REWARD = """
