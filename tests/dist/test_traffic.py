@@ -30,7 +30,7 @@ def models(tmp_path_factory):
 @pytest.mark.distributed
 def test_bytes_of_a_phase_do_not_grow_faster_than_the_ranks(models):
     counts = {
-        size: scaling.summary(run_ranks(size, scaling.run_rank, "dense", str(models), None))
+        size: scaling.summary(run_ranks(size, scaling.run_rank, "dense", str(models), None, timeout=600))
         for size in (2, 8)
     }
     for phase in scaling.PHASES:
@@ -44,7 +44,7 @@ def test_bytes_of_a_phase_do_not_grow_faster_than_the_ranks(models):
 @pytest.mark.distributed
 @pytest.mark.parametrize("model", scaling.MODELS)
 def test_a_step_sends_what_the_page_says(models, page, model):
-    found = scaling.summary(run_ranks(8, scaling.run_rank, model, str(models), MANY, timeout=300))["phases"]
+    found = scaling.summary(run_ranks(8, scaling.run_rank, model, str(models), MANY, timeout=600))["phases"]
     for phase in scaling.REPEATED:
         for whose in ("mean", "rank 0"):
             fitted = scaling.at(page["fitted"][model][phase][whose]["factors"], 8)
