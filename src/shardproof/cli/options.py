@@ -52,15 +52,9 @@ class Options:
         )
 
 
-def is_rank() -> bool:
-    """Whether torchrun, or a launcher like it, started this process as a rank."""
-    # Kubernetes' operators give pods a RANK too, but start no ranks.
-    return "RANK" in os.environ and "LOCAL_RANK" in os.environ
-
-
 def with_scheduler(options: Options, nnodes: str | None) -> Options:
     """The options, completed by what the scheduler's variables say where the user says nothing."""
-    from shardproof.dist.schedulers import find_places
+    from shardproof.dist.schedulers import find_places, is_rank
 
     if nnodes == "1" or is_rank() or options.on is not None:
         return replace(options, nnodes=nnodes or "1")

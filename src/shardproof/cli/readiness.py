@@ -6,7 +6,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardproof.cli.options import Options, is_rank
+from shardproof.cli.options import Options
+from shardproof.dist.schedulers import is_rank
 from shardproof.errors import error_for
 from shardproof.text import printable
 

@@ -21,7 +21,8 @@ from shardproof.cli.host_options import (
     RdzvId,
     RdzvTimeout,
 )
-from shardproof.cli.options import Options, exit_code_of, is_rank, with_scheduler
+from shardproof.cli.options import Options, exit_code_of, with_scheduler
+from shardproof.dist.schedulers import is_rank
 from shardproof.errors import ShardproofError, choose
 from shardproof.terminal import Terminal, attached
 from shardproof.user_code import find_modules_in

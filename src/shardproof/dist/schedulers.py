@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import re
 import socket
 from collections.abc import Iterator, Mapping
@@ -23,6 +24,12 @@ class Places:
     endpoint: str | None = None
     said_by: str = ""  # whose variables these are
     warning: str = ""
+
+
+def is_rank() -> bool:
+    """Whether torchrun, or a launcher like it, started this process as a rank."""
+    # Kubernetes' operators give pods a RANK too, but start no ranks.
+    return "RANK" in os.environ and "LOCAL_RANK" in os.environ
 
 
 def find_places(environ: Mapping[str, str]) -> Places:

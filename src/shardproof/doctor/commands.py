@@ -15,6 +15,7 @@ from typer.core import TyperCommand
 
 from shardproof import __version__
 from shardproof.bounds import require_number
+from shardproof.dist.schedulers import is_rank
 from shardproof.doctor.request import Layout, Request, layouts_of
 from shardproof.doctor.results import USAGE_EXIT, Examination, Report, Stage
 from shardproof.errors import ShardproofError
@@ -93,14 +94,14 @@ def doctor(
         timeout_s=timeout,
         matrix=matrix,
     )
-    with attached(quiet, rank=int(os.environ.get("RANK", "0"))) as terminal:
+    with attached(quiet, rank=int(os.environ["RANK"]) if is_rank() else 0) as terminal:
         try:
             request.check()
             report = examine_on_ranks(request, quiet, terminal)
         except ShardproofError as error:
             terminal.show(str(error))
             raise SystemExit(USAGE_EXIT) from None
-    if os.environ.get("RANK", "0") == "0":
+    if not is_rank() or os.environ["RANK"] == "0":
         _show(report, matrix, json_path, html_path)
     refused = not matrix and any(row.refused is not None for row in report.examinations)
     raise SystemExit(report.exit_code or (USAGE_EXIT if refused else 0))
@@ -127,7 +128,7 @@ def examine_on_ranks(request: Request, quiet: bool, terminal: Terminal) -> Repor
     """The report of ranks started for it, or of this one if torchrun started it. Ctrl-C exits."""
     logger.info("shardproof %s: doctor of %s", __version__, request.label)
     text = json.dumps(request.to_json())
-    if "RANK" in os.environ:
+    if is_rank():
         from shardproof.doctor.run import run_attached
 
         return Report.from_json(run_attached(text))
