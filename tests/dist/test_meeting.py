@@ -359,3 +359,24 @@ def test_a_host_that_cannot_replace_another_ends_nothing():
     lose(hosts, "b")
     hosts.add("c", refuses="C007 output: the disk is full")
     assert hosts.say("c")["phase"] == GATHERING and list(hosts.meeting.members) == ["a"]
+
+
+def test_a_host_that_knows_of_later_rounds_joins_one_that_runs_without_confusing_it():
+    hosts = Hosts("a", min_hosts=1, max_hosts=1, max_restarts=3)
+    hosts.run()
+    hosts.add("b", round=5, restarts=2, job="the run")  # it was cut off while host 0 began anew
+    hosts.say("b")
+    found = hosts.say("a")
+    assert (found["phase"], found["round"]) == (RUNNING, 1)
+    hosts.say("a", state=DONE, failure=failure())
+    found = hosts.say("a", state=WAITING, failure=None)
+    assert (found["phase"], found["round"]) == (RUNNING, 6), "later than any round that a host knows"
+
+
+def test_a_host_whose_command_ends_in_a_round_is_lost_at_once():
+    hosts = Hosts()
+    hosts.say_all()
+    hosts.meeting.leave("a")  # it could not make the store that the ranks of all hosts wait for
+    found = hosts.say("b")
+    assert (found["phase"], found["cause"]["kind"]) == (ENDED, LOST)
+    assert found["cause"]["text"] == "host a (10.0.0.a) was lost: its command has ended"

@@ -89,6 +89,7 @@ class Meeting:
     _hosts: list[dict[str, Any]] = field(default_factory=list)  # the same hosts, for their agents
     _store: dict[str, Any] | None = None  # where the ranks' store listens
     _told: set[str] = field(default_factory=set)  # ids of hosts that know how the run ended
+    _known_round: int = 0  # the latest that any host knows of, also from a meeting before this one
     _since: float | None = None  # when the gathering began
     _enough_since: float | None = None
     _looked: float | None = None
@@ -120,8 +121,11 @@ class Meeting:
                 member.closed_at = self.clock()
 
     def leave(self, identity: str) -> None:
-        """A host knows how the run ended, and needs the meeting no more."""
+        """A host needs the meeting no more: it knows how the run ended, or its command ended before."""
         with self._lock:
+            member = self.members.get(identity)
+            if member is not None and self.phase == RUNNING:
+                self._lose(member, self.clock(), "its command has ended")
             self.members.pop(identity, None)
 
     def num_left(self) -> int:
@@ -184,10 +188,11 @@ class Meeting:
         # A meeting that was started anew learns from the hosts how far they had come.
         if report["job"] and report["round"] and not self.round:
             self.job = str(report["job"])
-        self.round = max(self.round, int(report["round"]))
-        if (
-            not self._order
-        ):  # else a host that was lost comes back and has counted the restart that follows as well
+        self._known_round = max(self._known_round, int(report["round"]))
+        if self.phase == GATHERING:
+            self.round = max(self.round, self._known_round)
+        # A host that was lost and comes back has counted a restart that is counted here as well.
+        if not self._order:
             self.restarts = max(self.restarts, int(report["restarts"]))
         self.members[member.id] = member
         return member
@@ -252,14 +257,14 @@ class Meeting:
             if each is not member
         )
 
-    def _lose(self, member: Member, now: float) -> None:
+    def _lose(self, member: Member, now: float, how: str | None = None) -> None:
         del self.members[member.id]
         if member.id not in self._order:
             return
         silent = now - member.seen
-        how = f"no sign of life for {silent:.0f} s"
-        if member.closed_at is not None:
-            how = "its connection was closed"
+        if how is None:
+            is_closed = member.closed_at is not None
+            how = "its connection was closed" if is_closed else f"no sign of life for {silent:.0f} s"
         cause = Cause(LOST, f"{member} was lost: {how}", host=member.name, seconds=silent)
         if self.phase == RUNNING:
             self._close(cause)
@@ -302,7 +307,7 @@ class Meeting:
             key=lambda each: (not each.is_keeper, _natural(each.name), _natural(each.address), each.id)
         )
         self._order = [each.id for each in chosen]
-        self.round, self.phase = self.round + 1, RUNNING
+        self.round, self.phase = max(self.round, self._known_round) + 1, RUNNING
         self._store = self._enough_since = None
         for each in chosen:
             each.state, each.result = RUNNING, ""
