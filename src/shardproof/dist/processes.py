@@ -39,16 +39,23 @@ class RankProcesses:
         self.failure: Failure | None = None  # the first
         self._running: dict[int, tuple[Any, multiprocessing.connection.Connection]] = {}
         self._errors: dict[int, str] = {}
+        try:
+            with _held_back(signal.SIGUSR1):
+                for environment in environments:
+                    self._start(function, args, environment)
+        except BaseException:
+            self.kill()
+            raise
+
+    def _start(self, function: Function, args: tuple[Any, ...], environment: dict[str, str]) -> None:
         context = multiprocessing.get_context("spawn")
-        with _held_back(signal.SIGUSR1):
-            for environment in environments:
-                receiver, sender = context.Pipe(duplex=False)
-                rank = int(environment["RANK"])
-                start = (os.getpid(), environment, sender, function, args)
-                process = context.Process(target=_run_rank, args=start, name=f"rank {rank}")
-                process.start()
-                sender.close()
-                self._running[rank] = (process, receiver)
+        receiver, sender = context.Pipe(duplex=False)
+        rank = int(environment["RANK"])
+        start = (os.getpid(), environment, sender, function, args)
+        process = context.Process(target=_run_rank, args=start, name=f"rank {rank}")
+        process.start()
+        sender.close()
+        self._running[rank] = (process, receiver)
 
     @property
     def are_running(self) -> bool:
