@@ -248,3 +248,13 @@ def test_a_host_that_goes_quiet_is_lost_by_the_real_clock():
         assert server.meeting.cause.kind == LOST
     finally:
         server.close(patience_s=0)
+
+
+def test_an_endpoint_that_can_be_no_name_of_a_host_is_a_trouble_like_others():
+    a = Attendance(Line("a..b", 29500, KEY).call, PLAN, "a", 1)
+    a.start()
+    until = time.monotonic() + 60
+    while not a.trouble and time.monotonic() < until:
+        time.sleep(0.01)
+    assert "label" in a.trouble and a.is_alive(), "the agent goes on, and says what it waits for"
+    a.leave()

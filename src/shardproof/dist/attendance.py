@@ -101,7 +101,7 @@ class Attendance(threading.Thread):
                     self._refuse(str(error))
                     return
                 self.trouble = str(error)  # the meeting may come back where somebody else listens now
-            except OSError as error:
+            except (OSError, ValueError) as error:  # ValueError: what can be no name of a host
                 self.trouble = str(error) or type(error).__name__
             else:
                 self._note(answer, version, began)
