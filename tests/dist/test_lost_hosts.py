@@ -6,6 +6,7 @@ import time
 from datetime import timedelta
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from shardproof.dist import lost, news, stacks
@@ -176,3 +177,11 @@ def test_hosts_that_cannot_meet_say_who_and_where(monkeypatch, names, others):
     said = rf"rank 3 on host b could not join {others}, at 10\.0\.0\.1:29500, within 8 s: "
     with pytest.raises(ShardproofError, match=said), joining(8):
         raise RuntimeError("wait timeout after 8000ms")
+
+
+def test_an_error_of_a_device_is_no_lost_host(monkeypatch):
+    monkeypatch.setenv("RANK", "3")
+    with pytest.raises(torch.AcceleratorError), joining(8):
+        raise torch.AcceleratorError("CUDA error: out of memory")
+    with pytest.raises(ShardproofError, match="The backend says: RuntimeError"), joining(8):
+        raise RuntimeError

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -148,9 +149,10 @@ def joining(seconds: float) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if isinstance(error, ShardproofError) or "RANK" not in os.environ:
+        # An error of a device is this rank's own.
+        if isinstance(error, ShardproofError | torch.AcceleratorError) or "RANK" not in os.environ:
             raise
-        first_line = str(error).strip().splitlines()[0][:300]
+        first_line = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
         place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         message = (
             f"rank {os.environ['RANK']} on host {socket.gethostname()} could not join {_other_ranks()}, at "
