@@ -18,6 +18,8 @@ from tests.hosts.preloaded import RANK, ROOT, Entered, Preloaded
 from tests.hosts.system import WITH_ME, delete, empty, kill, run, start_up
 from tests.ranks import RANK_ENV
 
+# What programs on a host are made of: this source tree, its environment and the Python of that.
+_KEPT = list(dict.fromkeys(map(str, (ROOT, sys.prefix, sys.base_prefix))))
 _INIT, _SLOW_LINK = (str(Path(__file__).with_name(name)) for name in ("init.py", "slow_link.py"))
 _INHERITED = ("PATH", "LANG", "LC_ALL", "TMPDIR", "PYTHONPATH", *RANK_ENV)
 _preloaded = Preloaded()
@@ -161,7 +163,7 @@ class Host:
         run("mount", "-t", "tmpfs", "-o", f"size={disk_mib}m", "disk", str(self.folder))
         kinds = ("--net", "--mount", "--pid", "--uts", "--ipc", "--fork", "--kill-child", "--mount-proc")
         paths = (str(names), str(place.folder), str(self.folder), str(place.shared or ""))
-        self._unshare = start_up("unshare", *kinds, sys.executable, "-S", "-I", _INIT, name, *paths)
+        self._unshare = start_up("unshare", *kinds, sys.executable, "-S", "-I", _INIT, name, *paths, *_KEPT)
         self.init = psutil.Process(self._unshare.pid).children()[0].pid
         place.switch.connect(self)
 

@@ -1,6 +1,7 @@
 """The first process of a host made of namespaces: gives it its own name and folders, then waits for orphans.
 
-Runs inside the new namespaces, without site packages: `init.py NAME HOSTS_FILE CLUSTER_FOLDER DISK SHARED`.
+Runs inside the new namespaces, without site packages: `init.py NAME HOSTS_FILE CLUSTER_FOLDER DISK SHARED KEPT...`. What
+is kept and lies in /tmp, such as this source tree, is seen in the new /tmp too.
 """
 
 import ctypes
@@ -19,7 +20,7 @@ def mount(source: str, target: str, kind: str = "", flags: int = 0) -> None:
 
 
 def main() -> None:
-    name, names, folder, disk, shared = sys.argv[1:]
+    name, names, folder, disk, shared, *kept = sys.argv[1:]
     socket.sethostname(name)
     mount(names, "/etc/hosts", flags=_BIND)
     mount("shm", "/dev/shm", "tmpfs")
@@ -30,10 +31,11 @@ def main() -> None:
     mount("tmp", new, "tmpfs")
     os.chmod(new, 0o1777)
     visible = {disk: [disk, "/tmp/disk"], shared: [shared, "/tmp/shared"]}
+    visible |= {path: [path] for path in kept if path.startswith("/tmp/")}
     for source, targets in visible.items():
         for target in targets if source else ():
             inside = new + target.removeprefix("/tmp")
-            os.makedirs(inside)
+            os.makedirs(inside, exist_ok=True)
             mount(source, inside, flags=_BIND)
     mount(new, "/tmp", flags=_MOVE)
     print("up", flush=True)
