@@ -95,14 +95,15 @@ def test_a_host_that_finds_nobody_is_told_so(caplog):
         start_ranks(print, num_ranks=1, together=together)
 
 
-def test_a_host_that_cannot_start_tells_the_one_that_waits_for_it():
+@pytest.mark.parametrize(("text", "code"), [("C007 output: the disk is full", 2), ("It is complete", 0)])
+def test_a_host_that_does_not_start_tells_the_one_that_waits_for_it(text, code):
     together = Together("2", free_endpoint(), SECRET)
-    telling = threading.Thread(target=tell_refusal, args=(together, "C007 output: the disk is full"))
+    telling = threading.Thread(target=tell_refusal, args=(together, text + " " * 100_000, code))
     telling.start()
     with pytest.raises(RankFailed) as caught:
         start_ranks(print, num_ranks=1, together=together)
     telling.join(60)
-    assert caught.value.code == 2 and caught.value.message == "C007 output: the disk is full"
+    assert caught.value.code == code and caught.value.message.strip() == text
     assert caught.value.host == socket.gethostname() and not telling.is_alive()
 
 

@@ -79,6 +79,11 @@ def test_each_host_keeps_its_own_and_any_hosts_go_on(two_hosts: Cluster) -> None
     assert {"metrics.jsonl", "events.jsonl", "run.json", "report.html", "model"} < files(a.folder / "run")
     assert files(b.folder / "run") == {"checkpoints", "config.json"}
 
+    again = train([a, b], recipe, "train.steps=1")
+    finish(again)
+    assert "This run is complete" in again[0].output()
+    assert "host a: This run is complete" in again[1].output(), "host b alone could not know"
+
     swapped = train([b, a], recipe, "train.steps=2")
     finish(swapped)
     assert "fetching the run's metrics and settings from host a" in swapped[0].output()

@@ -74,7 +74,8 @@ def start_and_wait(
             if error.rank is not None:
                 logger.error("rank %d failed with %s", error.rank, error)
             else:
-                logger.error("host %s: %s", error.host, error.message)
+                level = logging.ERROR if error.code else logging.INFO  # 0: there is nothing left to do
+                logger.log(level, "host %s: %s", error.host, error.message)
         return error.code
     return 0
 

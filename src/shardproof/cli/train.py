@@ -87,17 +87,17 @@ def train(
         except ShardproofError as error:
             terminal.show(str(error))
             if not (dry_run or show_recipe):
-                _tell_hosts(options, error)
+                _tell_hosts(options, str(error), exit_code_of(error))
             raise SystemExit(exit_code_of(error)) from None
 
 
-def _tell_hosts(options: Options, error: ShardproofError) -> None:
-    """Let the other hosts of the run end with the error that this one cannot start for."""
+def _tell_hosts(options: Options, text: str, code: int) -> None:
+    """Let the other hosts of the run end with what this one does not start for."""
     from shardproof.dist.start import tell_refusal
 
     if not is_rank() and options.on is None:
         with contextlib.suppress(ShardproofError):  # it is about the hosts themselves
-            tell_refusal(options.together, str(error))
+            tell_refusal(options.together, text, code)
 
 
 def _load_recipe(path: str, overrides: list[str], show: bool) -> Recipe:
@@ -130,6 +130,7 @@ def _train(recipe: Recipe, options: Options, is_dry: bool, terminal: Terminal) -
         complete = says_complete(recipe, options)
         if complete:
             terminal.show(complete)
+            _tell_hosts(options, complete, code=0)  # where no folder is shared, the others cannot see it
             return
         (launch_on_ray if options.on == "ray" else launch)(recipe, options, terminal)
 

@@ -172,11 +172,10 @@ class Meeting:
         return f"host {printable(report['name'])} was started with other options than the hosts before it: {said}"
 
     def _hear_refusal(self, report: Mapping[str, Any]) -> dict[str, Any]:
-        """End a run that has not begun: a host found out that it cannot take part. Later, others may replace it."""
+        """End a run that has not begun: a host found out that it does not take part. Later, others may replace it."""
         if self.phase == GATHERING and not self.round:
-            self._end(
-                Cause(REFUSED, str(report["refuses"])[:MAX_TEXT], REFUSED_CODE, printable(report["name"]))
-            )
+            code, name = int(report.get("code", REFUSED_CODE)), printable(report["name"])
+            self._end(Cause(REFUSED, str(report["refuses"])[:MAX_TEXT], code, name))
         self._told.add(report["id"])
         return {"phase": self.phase, "told": len(self._told)}
 

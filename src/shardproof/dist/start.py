@@ -16,7 +16,17 @@ from shardproof.dist import addresses
 from shardproof.dist.agent import Agent, End, Lost, NotAdmitted, Work
 from shardproof.dist.attendance import Attendance, Call
 from shardproof.dist.launch import raise_file_limit
-from shardproof.dist.meeting import ENDED, FINISHED, LOST, REFUSED, STOPPED, Meeting, Plan
+from shardproof.dist.meeting import (
+    ENDED,
+    FINISHED,
+    LOST,
+    MAX_TEXT,
+    REFUSED,
+    REFUSED_CODE,
+    STOPPED,
+    Meeting,
+    Plan,
+)
 from shardproof.dist.rendezvous import Line, Server, answer, derive_key
 from shardproof.dist.signals import SIGNALLED
 from shardproof.errors import ShardproofError, fail
@@ -143,8 +153,11 @@ def _run_together(work: Work, plan: Plan, together: Together) -> dict[int, Any]:
             server.close()
 
 
-def tell_refusal(together: Together, text: str) -> None:
-    """Tell the hosts that wait, or come soon, why this one cannot take part: they would wait for minutes."""
+def tell_refusal(together: Together, text: str, code: int = REFUSED_CODE) -> None:
+    """Tell the hosts that wait, or come soon, why this one does not take part: they would wait for minutes.
+
+    `code` is the exit code that all of them end with.
+    """
     plan = together.plan
     if plan.max_hosts == 1:
         return
@@ -154,7 +167,7 @@ def tell_refusal(together: Together, text: str) -> None:
     server, line = serve_meeting(host, port, key), Line(host, port, key)
     call: Call = line.call if server is None else _keeper(server.meeting)
     attendance = Attendance(call, plan, socket.gethostname(), num_ranks=0)
-    attendance.update(refuses=text)
+    attendance.update(refuses=text[:MAX_TEXT], code=code)
     attendance.start()
     until = time.monotonic() + _TELL_S
     try:
