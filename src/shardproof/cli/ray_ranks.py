@@ -22,6 +22,7 @@ from ray.train.torch import TorchConfig
 from shardproof.cli.options import UNUSABLE, Options, exit_code_of
 from shardproof.cli.ray_console import Printed, Sent
 from shardproof.errors import ShardproofError, error_for
+from shardproof.folder_lock import ATTEMPT
 from shardproof.terminal import attached
 from shardproof.text import printable, sanitise_logging
 
@@ -80,7 +81,7 @@ class RankBackend(Backend):
             "MASTER_ADDR": places[0][2] if len(hosts) > 1 else "127.0.0.1",
             "MASTER_PORT": str(worker_group.execute_single(0, _free_port)),
             "TORCHELASTIC_RESTART_COUNT": str(self.num_starts),
-            "SHARDPROOF_ATTEMPT": f"{backend_config.job}:{self.num_starts}",
+            ATTEMPT: f"{backend_config.job}:{self.num_starts}",
         }
         self.num_starts += 1
         found = worker_group.execute(_prepare, backend_config, shared)

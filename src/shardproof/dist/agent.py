@@ -35,11 +35,11 @@ from shardproof.dist.meeting import (
 from shardproof.dist.processes import Failure, Function, RankProcesses
 from shardproof.dist.signals import SIGNALLED, Signals
 from shardproof.dist.stores import serve_store
+from shardproof.folder_lock import ATTEMPT
 
 logger = logging.getLogger(__name__)
 
 FINDING_FILE = "SHARDPROOF_FINDING_FILE"  # where the first rank of a host writes the finding that it shows
-ATTEMPT = "SHARDPROOF_ATTEMPT"  # "<job>:<n>": n grows with every start of the ranks of one job
 _FAILED_GRACE_S = 15.0  # for ranks to say what they saw of the rank that failed
 _LOST_GRACE_S = 10.0  # for ranks to say where they were when a host was lost
 _STOP_S = 2.0  # for other hosts to hear of a signal that came before there were ranks

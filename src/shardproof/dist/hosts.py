@@ -78,14 +78,17 @@ class Hosts:
         if not by_host:
             return "no rank"
         if self.num == 1:
-            return _listed(by_host[0])
-        said = [form.format(ranks=_listed(theirs), host=self.names[host]) for host, theirs in by_host.items()]
+            return list_ranks(by_host[0])
+        said = [
+            form.format(ranks=list_ranks(theirs), host=self.names[host]) for host, theirs in by_host.items()
+        ]
         if len(said) > _MAX_HOSTS:
             said[_MAX_HOSTS - 1 :] = [f"{len(said) - _MAX_HOSTS + 1} more hosts"]
         return f"{', '.join(said[:-1])} and {said[-1]}" if len(said) > 1 else said[0]
 
 
-def _listed(ranks: Sequence[int]) -> str:
+def list_ranks(ranks: Sequence[int]) -> str:
+    """`rank 2`, `ranks 2, 3`, `ranks 0, 1, 2, 3, 4, 5, 6, 7 and 24 more`."""
     more = f" and {len(ranks) - _MAX_RANKS} more" if len(ranks) > _MAX_RANKS else ""
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:_MAX_RANKS]))}{more}"
 

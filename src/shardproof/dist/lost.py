@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from shardproof.dist.hosts import Hosts, known_hosts
+from shardproof.dist.hosts import Hosts, known_hosts, list_ranks
 from shardproof.text import printable
-
-_MAX_RANKS = 8
 
 
 @dataclass(frozen=True)
@@ -66,8 +63,8 @@ def _cut_off(found: Answers, hosts: Hosts | None) -> str:
     if hosts.mine == 0:
         return f"host {hosts.name} lost its own store: {silence}"
     return (
-        f"host {hosts.name} ({_ranks(hosts.ranks_of(hosts.mine))}) lost the connection to host {hosts.names[0]} "
-        f"({_ranks(hosts.ranks_of(0))}), which holds the run's store: {silence}"
+        f"host {hosts.name} ({list_ranks(hosts.ranks_of(hosts.mine))}) lost the connection to host {hosts.names[0]} "
+        f"({list_ranks(hosts.ranks_of(0))}), which holds the run's store: {silence}"
     )
 
 
@@ -76,11 +73,11 @@ def _missing(silent: list[int], seconds: float, hosts: Hosts | None) -> str:
         return f"ranks waited for each other for more than {seconds:g} s"
     if hosts is None:
         its = "its process has" if len(silent) == 1 else "their processes have"
-        return f"{_ranks(silent)} did not answer: {its} died or {'is' if len(silent) == 1 else 'are'} stuck outside Python"
+        return f"{list_ranks(silent)} did not answer: {its} died or {'is' if len(silent) == 1 else 'are'} stuck outside Python"
     whole = [host for host in range(hosts.num) if set(hosts.ranks_of(host)) <= set(silent)]
     single = [rank for rank in silent if hosts.of_rank[rank] not in whole]
     said = [
-        *(f"host {hosts.names[host]} ({_ranks(hosts.ranks_of(host))})" for host in whole),
+        *(f"host {hosts.names[host]} ({list_ranks(hosts.ranks_of(host))})" for host in whole),
         *([hosts.describe(single)] if single else []),
     ]
     return f"{' and '.join(said)} did not answer within {seconds:g} s: cut off, frozen, died, or stuck outside Python"
@@ -92,16 +89,10 @@ def summarise(found: Answers, world_size: int) -> str:
     by_place: dict[str, list[int]] = {}
     for rank in sorted(found.places):
         by_place.setdefault(found.places[rank], []).append(rank)
-    name = hosts.describe if hosts is not None and len(hosts.of_rank) == world_size else _ranks
+    name = hosts.describe if hosts is not None and len(hosts.of_rank) == world_size else list_ranks
     parts = [f"{name(ranks)} in {place}" for place, ranks in by_place.items()]
     silent = [rank for rank in range(world_size) if rank not in found.places]
     if silent and not found.store_silent_s:
         parts.append(f"{name(silent)} did not answer")
     said = "; ".join(parts)
     return said[:1].upper() + said[1:]
-
-
-def _ranks(ranks: Iterable[int]) -> str:
-    every = list(ranks)
-    more = f" and {len(every) - _MAX_RANKS} more" if len(every) > _MAX_RANKS else ""
-    return f"rank{'s' * (len(every) > 1)} {', '.join(map(str, every[:_MAX_RANKS]))}{more}"
