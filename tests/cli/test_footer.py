@@ -102,6 +102,9 @@ def test_a_complete_run_says_so_when_it_is_started_again(tmp_path):
 
     assert "This run is complete" in says(4) and "raise train.steps" in says(4)
     assert "the checkpoint of step 4, and train.steps is 2" in says(2)
+    for status, step, complete in (("running", 4, False), ("finished", 2, False), ("finished", 4, True)):
+        (folder / "run.json").write_text(json.dumps({"status": status, "step": step}))
+        assert bool(says(4)) == complete, "the model may be that of an earlier part of the run"
     assert says(5) == "" and says(4, from_step=0) == "" and says(4, allow=("optimizer.lr",)) == ""
     (folder / "model").rmdir()
     assert says(4) == "", "the model is still to be written"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING
 from shardproof.cli.options import Options
 from shardproof.dist.schedulers import is_rank
 from shardproof.errors import error_for
+from shardproof.report.read import FACTS_NAME
 from shardproof.text import printable
 
 if TYPE_CHECKING:
@@ -46,13 +48,25 @@ def says_complete(recipe: Recipe, options: Options) -> str:
     folder = Path(recipe.output.folder)
     newest = max(read_state(folder).steps, default=0)
     has_model = (folder / MODEL).is_dir() or not recipe.output.save_model
-    if newest < recipe.train.steps or not has_model:
+    if newest < recipe.train.steps or not has_model or not _has_finished(folder, newest):
         return ""
     return printable(
         f"This run is complete: {folder} has the checkpoint of step {newest}, and train.steps is "
         f"{recipe.train.steps}.\nReport:  {folder / 'report.html'}\nModel:   {folder / MODEL}\n"
         "Next:    to train longer, raise train.steps; to begin a new run, choose another output.folder"
     )
+
+
+def _has_finished(folder: Path, step: int) -> bool:
+    """Whether a run says that it finished at a step; True where it says nothing.
+
+    One that was killed while it wrote its model may have that of an earlier part, which was to train for fewer steps.
+    """
+    try:
+        facts = json.loads((folder / FACTS_NAME).read_bytes())
+    except (OSError, ValueError):
+        return True
+    return isinstance(facts, dict) and facts.get("status") == "finished" and facts.get("step") == step
 
 
 def count_ranks(recipe: Recipe) -> int:
