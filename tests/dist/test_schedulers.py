@@ -71,7 +71,9 @@ def test_lists_of_hosts(text, names):
     assert expand_hostlist(text) == names
 
 
-@pytest.mark.parametrize("text", ["gpu[1-", "gpu]1[", "gpu[a-b]", "gpu[9-1]", "gpu[1-999999999]"])
+@pytest.mark.parametrize(
+    "text", ["gpu[1-", "gpu]1[", "gpu[a-b]", "gpu[9-1]", "gpu[1-999999999]", "rack[1-300]gpu[1-300]"]
+)
 def test_lists_that_cannot_be_read_are_refused(text):
     with pytest.raises(ConfigError, match="cannot be read"):
         expand_hostlist(text)

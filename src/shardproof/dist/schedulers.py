@@ -92,7 +92,7 @@ def expand_hostlist(text: str) -> list[str]:
     found: list[str] = []
     for word in _split(text):
         parts = [_expand_part(part) for part in re.split(r"(\[[^\]]*\])", word) if part]
-        found += map("".join, itertools.islice(itertools.product(*parts), _MAX_HOSTS))
+        found += map("".join, itertools.islice(itertools.product(*parts), _MAX_HOSTS + 1))
         if len(found) > _MAX_HOSTS:
             raise _bad_list(text, f"it names more than {_MAX_HOSTS} hosts")
     return found
