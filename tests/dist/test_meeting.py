@@ -307,7 +307,9 @@ def test_a_meeting_that_was_started_anew_learns_how_far_the_hosts_had_come():
     assert (found["round"], found["restarts"], found["job"]) == (5, 2, "the run")
     hosts = Hosts("", max_restarts=1)
     hosts.add("b", round=4, restarts=2, job="the run")
-    assert hosts.say("b")["cause"]["text"] == "host 0 was lost, and all 1 restarts are used"
+    found = hosts.say("b")["cause"]
+    assert found["kind"] == LOST, "a finding of the launcher's own: no rank of a host failed"
+    assert found["text"] == "the rendezvous was started anew while ranks ran; restarts allowed: 1"
 
 
 def test_a_host_that_the_others_went_on_without_is_told_so():

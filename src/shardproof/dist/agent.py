@@ -46,6 +46,9 @@ _STOP_S = 2.0  # for other hosts to hear of a signal that came before there were
 _POLL_S = 0.1
 _SAY_S = 30.0  # between two lines that say what the agent waits for
 _STORE_S = 300.0
+_FORGOTTEN = (
+    "the rendezvous does not know this host: this host was given up, or the rendezvous was started anew"
+)
 
 
 class Lost(Exception):
@@ -127,6 +130,8 @@ class Agent:
                     return answer
             elif answer["phase"] == GATHERING:
                 self._say_waiting(answer["waiting"])
+            elif answer["phase"] == RUNNING and "place" not in answer:
+                self._say_waiting([], is_spare=True)
             time.sleep(_POLL_S / 2)
 
     def _check_line(self) -> None:
@@ -168,12 +173,14 @@ class Agent:
         others = [address for address in found if not addresses.is_loopback(address)]
         return addresses.address_towards(others[-1]) if len(hosts) > 1 and others else "127.0.0.1"
 
-    def _say_waiting(self, here: list[str]) -> None:
+    def _say_waiting(self, here: list[str], is_spare: bool = False) -> None:
         now = time.monotonic()
         if self._plan.max_hosts == 1 or now - self._said_at < _SAY_S:
             return
         self._said_at = now
-        if here:
+        if is_spare:
+            logger.info("waiting: the run has all of its hosts; this one takes part if one is lost")
+        elif here:
             low, high = self._plan.min_hosts, self._plan.max_hosts
             wanted = f"{low} needed" if len(here) < low else f"{high} wanted"
             logger.info("waiting for hosts: %d here, %s: %s", len(here), wanted, ", ".join(here))
@@ -271,7 +278,7 @@ class Agent:
         if answer is None:
             return None
         if "unknown" in answer:
-            return Cause(LOST, "this host did not answer, and the other hosts went on without it")
+            return Cause(LOST, _FORGOTTEN)
         over = answer["phase"] != RUNNING or answer["round"] != self._round
         return Cause(**answer["cause"]) if over and answer["cause"] is not None else None
 
@@ -332,9 +339,13 @@ class Agent:
             if self._signals.number and not was_stopped:
                 was_stopped = True
                 self._attendance.update(stop=self._signals.number)
+            if self._signals.is_repeated:  # who interrupts twice does not wait for the ranks of other hosts
+                self._attendance.wait(_STOP_S)
+                return End(_stopped_by(self._signals.number), {}, ranks.failure, shown.exists())
             if answer is None:
                 continue
             if "unknown" in answer:
+                self._say_cause(Cause(LOST, _FORGOTTEN), shown.exists())
                 self._attendance.start_over()
                 return None
             if answer["phase"] == ENDED:

@@ -279,9 +279,8 @@ class Meeting:
 
     def _gather(self, plan: Plan, now: float) -> None:
         if self.restarts > plan.max_restarts:
-            self._end(
-                self.cause or Cause(FAILED, f"host 0 was lost, and all {plan.max_restarts} restarts are used")
-            )
+            anew = f"the rendezvous was started anew while ranks ran; restarts allowed: {plan.max_restarts}"
+            self._end(self.cause or Cause(LOST, anew))
             return
         before = {identity: place for place, identity in enumerate(self._order)}
         ready = [each for each in self.members.values() if each.state == WAITING]
