@@ -110,3 +110,22 @@ def test_a_host_that_the_meeting_forgot_says_why_it_starts_again(begin, caplog):
     thread.join(_LIMIT_S)
     assert ends[0].cause.text == "over"
     assert "this host was given up, or the rendezvous was started anew" in caplog.text
+
+
+def test_a_run_that_is_stopped_does_not_wait_for_an_endpoint_that_is_gone(begin, monkeypatch):
+    monkeypatch.setattr(agents, "_LOST_GRACE_S", 0.0)
+    stopped, lines = {**cause(STOPPED, "host a was stopped by signal 2"), "code": 130, "number": 2}, []
+
+    def meeting(report):
+        if report.get("state") != RUNNING or len(lines) > 1:
+            if lines:
+                raise OSError("gone")
+            return begun()
+        lines.append(report)
+        return told(CLOSING, cause=stopped)
+
+    monkeypatch.setattr(Agent, "_is_cut_off", property(lambda _: len(lines) > 1))
+    _, ends, thread = begin(meeting)
+    thread.join(_LIMIT_S)
+    assert not thread.is_alive(), "it waits for the endpoint to come back"
+    assert ends[0].cause.kind == STOPPED and ends[0].cause.code == 130

@@ -93,6 +93,7 @@ class Agent:
         self._store: Any = None  # the ranks' store, where this host serves it
         self._signals = Signals()
         self._said_at = time.monotonic()
+        self._stopped: Cause | None = None  # by a signal to another host
         self.was_killed = False  # the ranks, by a second interrupt
 
     def run(self) -> End:
@@ -293,6 +294,7 @@ class Agent:
         if cause.kind in (STOPPED, JOINED):
             logger.info("%s: saving, then ending this host's ranks", cause.text)
             ranks.send(signal.SIGTERM)
+            self._stopped = cause if cause.kind == STOPPED else None
             # Nobody is in a hurry when a host joins: what the ranks do until they have saved has its own deadlines.
             return self._work.grace_s if cause.kind == STOPPED else float("inf")
         if cause.kind == LOST:
@@ -359,6 +361,8 @@ class Agent:
         """None if the host of the endpoint may come back and the ranks may be started again; else the end."""
         if self._signals.number:
             return End(_stopped_by(self._signals.number), {}, end.failure, end.was_shown)
+        if self._stopped is not None:
+            return End(self._stopped, {}, end.failure, end.was_shown)
         if self._attendance.restarts >= self._plan.max_restarts:
             return end
         self._say_cause(end.cause, end.was_shown)
