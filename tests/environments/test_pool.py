@@ -162,7 +162,7 @@ def test_misuse_is_named():
         open_all(pool, "a")
         with pytest.raises(ValueError, match="conversation 0 is open already"):
             pool.open(0, {}, 0)
-        pool.step(0, Turn("go_on"))
+        pool.step(0, Turn("wait"))
         with pytest.raises(ValueError, match="conversation 0 has not answered yet"):
             pool.step(0, Turn("go_on"))
     with pytest.raises(RuntimeError, match="workers are closed"):

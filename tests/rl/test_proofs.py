@@ -202,7 +202,7 @@ def run_with(module: str, name: str, error: str, recipe: str) -> str:
 def test_what_could_not_be_written_is_red(tmp_path, name, error, proof):
     """An error of the disk or of a library is no proof either, although it has no finding."""
     recipe = small_recipe(tmp_path, "train.steps=1")
-    (said,) = run_ranks(1, run_with, "shardproof.rl.folder", name, error, recipe)
+    (said,) = run_ranks(1, run_with, "shardproof.rl.saves", name, error, recipe)
     assert error in said
     proofs = proofs_of(tmp_path)
     *_, failed = proofs
