@@ -57,7 +57,7 @@ def explain(found: Answers, world_size: int, news: str | None = None) -> tuple[s
 
 def _cut_off(found: Answers, hosts: Hosts | None) -> str:
     """What a rank says that cannot even ask for the others."""
-    silence = f"no answer for {max(found.store_silent_s, found.wait.seconds):.0f} s"
+    silence = f"no answer for {found.store_silent_s:.0f} s"
     if hosts is None:
         return f"the process group's store was lost: {silence}"
     if hosts.mine == 0:
@@ -80,7 +80,7 @@ def _missing(silent: list[int], seconds: float, hosts: Hosts | None) -> str:
         *(f"host {hosts.names[host]} ({list_ranks(hosts.ranks_of(host))})" for host in whole),
         *([hosts.describe(single)] if single else []),
     ]
-    return f"{' and '.join(said)} did not answer within {seconds:g} s: cut off, frozen, died, or stuck outside Python"
+    return f"{' and '.join(said)} did not answer: cut off, frozen, died, or stuck outside Python"
 
 
 def summarise(found: Answers, world_size: int) -> str:
