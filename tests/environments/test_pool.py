@@ -158,7 +158,7 @@ def test_answers_may_lead_to_more_questions():
 
 
 def test_misuse_is_named():
-    with pool_of("Plain") as pool:
+    with pool_of("Async") as pool:
         open_all(pool, "a")
         with pytest.raises(ValueError, match="conversation 0 is open already"):
             pool.open(0, {}, 0)
