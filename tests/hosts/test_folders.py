@@ -11,13 +11,12 @@ import signal
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.hosts.cluster import DISK, PORT, Cluster, Host, Program, tiny_run
 from tests.hosts.test_restarts import await_held, let_go, prepare
-from tests.rl.runs import lines, trajectory
+from tests.rl.runs import lines, numbers, trajectory
 
 _LIMIT_S = 200  # for a run of seconds: nothing here is about time
 _DESCRIPTION = {"checksums.txt", "hosts.json", "index.json", "state.json"}
@@ -53,12 +52,6 @@ def failed(programs: Sequence[Program]) -> list[str]:
     codes = [program.wait(_LIMIT_S) for program in programs]
     assert len(set(codes)) == 1 and codes[0] > 0, codes
     return [program.output() for program in programs]
-
-
-def numbers(folder: Path) -> tuple[Any, str]:
-    """What a run computed: its metrics, and the bytes of its final weights."""
-    weights = folder / "model" / "model.safetensors"
-    return trajectory(folder), hashlib.sha256(weights.read_bytes()).hexdigest()
 
 
 def files(folder: Path) -> set[str]:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.hosts.cluster import DISK, PORT, Cluster, Program, tiny_run
-from tests.rl.runs import trajectory
+from tests.rl.runs import numbers, trajectory
 
 _LIMIT_S = 300  # for a run of seconds: nothing here is about time
 
@@ -22,13 +20,6 @@ def finish(programs: Sequence[Program]) -> None:
     """Wait until they have ended, and none of them with an error."""
     codes = {str(program.host): program.wait(_LIMIT_S) for program in programs}
     assert set(codes.values()) == {0}, f"exit codes {codes}"
-
-
-def numbers(folder: Path) -> tuple[Any, str]:
-    """What a run computed: its metrics, and the bytes of its final weights."""
-    return trajectory(folder), hashlib.sha256(
-        (folder / "model" / "model.safetensors").read_bytes()
-    ).hexdigest()
 
 
 def both_ways(cluster: Cluster, recipe: Path, *words: str, ranks: Sequence[int]) -> tuple[Path, Path]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 import shutil
 import signal
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.hosts.cluster import DISK, PORT, Cluster, Host, Program, tiny_run
-from tests.rl.runs import trajectory
+from tests.rl.runs import numbers, trajectory
 
 pytestmark = [pytest.mark.distributed, pytest.mark.fault]
 
@@ -22,14 +21,6 @@ STEPS = 4
 _LIMIT_S = 300  # for a run of seconds: nothing here is about time
 _LOST_AFTER = "--lost-after=5"
 _OPTIMIZER = 'optimizer.name="holding:Optimizer"'
-
-
-def numbers(cluster: Cluster) -> tuple[Any, str]:
-    """What a run computed: its metrics, and the bytes of its final weights."""
-    assert cluster.shared is not None
-    folder = cluster.shared / "run"
-    weights = (folder / "model" / "model.safetensors").read_bytes()
-    return trajectory(folder), hashlib.sha256(weights).hexdigest()
 
 
 def prepare(cluster: Cluster) -> Path:
@@ -41,7 +32,7 @@ def prepare(cluster: Cluster) -> Path:
 @pytest.fixture(scope="module")
 def undisturbed(_two_hosts: Cluster) -> Iterator[tuple[Any, str]]:
     finish(_two_hosts.train(prepare(_two_hosts), _OPTIMIZER))
-    found = numbers(_two_hosts)
+    found = numbers(_two_hosts.shared / "run")
     _two_hosts.reset()
     yield found
 
@@ -85,7 +76,7 @@ def test_a_rank_that_is_killed_is_started_again_with_all_others(two_hosts, undis
     let_go(*two_hosts.hosts)
     b.ranks()[0].kill()
     finish([a, b])
-    assert numbers(two_hosts) == undisturbed
+    assert numbers(two_hosts.shared / "run") == undisturbed
     assert "starting again on 2 hosts (a, b) from the newest checkpoint (restart 1 of 1)" in a.output()
     assert a.output().count("resuming from the checkpoint of step 1") == 1
 
@@ -114,7 +105,7 @@ def test_a_host_that_died_comes_back_with_the_same_command(two_hosts, undisturbe
     a.wait_for("host b was lost")
     two_hosts["b"].mend()
     finish([a, again(two_hosts, b)])
-    assert numbers(two_hosts) == undisturbed
+    assert numbers(two_hosts.shared / "run") == undisturbed
 
 
 def test_host_0_may_die_where_hosts_meet_somewhere_else(two_hosts, undisturbed):
@@ -124,14 +115,14 @@ def test_host_0_may_die_where_hosts_meet_somewhere_else(two_hosts, undisturbed):
     )
     meeting.wait_for("hosts can meet at")
     lose_host_0(two_hosts, place)
-    assert numbers(two_hosts) == undisturbed
+    assert numbers(two_hosts.shared / "run") == undisturbed
     meeting.send(signal.SIGTERM)
     assert meeting.wait(_LIMIT_S) == 0
 
 
 def test_host_0_may_die_with_the_rendezvous_if_it_comes_back(two_hosts, undisturbed):
     lose_host_0(two_hosts, f"a:{PORT}")
-    assert numbers(two_hosts) == undisturbed
+    assert numbers(two_hosts.shared / "run") == undisturbed
 
 
 def lose_host_0(cluster: Cluster, endpoint: str) -> None:
@@ -157,7 +148,7 @@ def test_a_run_goes_on_with_a_host_fewer_and_takes_in_one_that_joins(two_hosts, 
     let_go(*two_hosts.hosts)
     finish([a, b])
     assert "starting again on 2 hosts (a, b) from the newest checkpoint\n" in a.output()
-    rows, _ = numbers(two_hosts)
+    rows, _ = numbers(two_hosts.shared / "run")
     assert len(rows) == STEPS and rows[0] == undisturbed[0][0]
 
 
@@ -177,4 +168,4 @@ def test_sigterm_to_one_agent_or_one_rank_stops_the_run_everywhere_and_is_no_fai
     assert len(trajectory(two_hosts.shared / "run")) == 2, "the step was finished and saved"
     if target == "agent":
         finish([again(two_hosts, a), again(two_hosts, b)])
-        assert numbers(two_hosts) == undisturbed
+        assert numbers(two_hosts.shared / "run") == undisturbed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -53,6 +54,12 @@ def comparable(metrics: dict[str, float]) -> dict[str, float]:
 def trajectory(folder: Path) -> list[dict[str, float]]:
     """The numbers of every step; step 0 is an evaluation alone, and not among them."""
     return [comparable(line["metrics"]) for line in lines(folder / "metrics.jsonl") if line["step"]]
+
+
+def numbers(folder: Path) -> tuple[list[dict[str, float]], str]:
+    """What a run computed: its metrics, and the bytes of its final weights."""
+    weights = (folder / "model" / "model.safetensors").read_bytes()
+    return trajectory(folder), hashlib.sha256(weights).hexdigest()
 
 
 def with_last(made: Trajectory, **changes: Any) -> Trajectory:

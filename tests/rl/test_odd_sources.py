@@ -25,7 +25,7 @@ def test_a_reward_in_an_archive_is_compared_by_its_content(tmp_path, monkeypatch
         with zipfile.ZipFile(path, "w") as archive:
             archive.writestr("zipped_rewards.py", text)
         importlib.invalidate_caches()
-        return compared_files.module_digest("zipped_rewards:score")
+        return compared_files.module_file("zipped_rewards:score").digest()
 
     monkeypatch.syspath_prepend(path)
     first = digest("def score(*sample): return 1.0\n")

@@ -60,9 +60,9 @@ def compared_files(recipe: Recipe) -> dict[str, Compared]:
     """What is compared, as {"class/name": files}. A tokenizer that this host does not have is left out."""
     found: dict[str, Compared] = {"code/shardproof": Package((PACKAGE,))}
     for name in _rewards(recipe):
-        found[f"rewards/source of {name}"] = _module(name)
+        found[f"rewards/source of {name}"] = module_file(name)
     for kind, name in [*recipe.user_code, *(("environment", name) for name in _environment_code(recipe))]:
-        found[f"extensions/source of the {kind} {name}"] = _module(name)
+        found[f"extensions/source of the {kind} {name}"] = module_file(name)
     folder = Path(os.path.expanduser(recipe.model.path))
     for path in _tokenizer_files(folder):
         found[f"tokenizer/{path.relative_to(folder).as_posix()}"] = Compared((path,))
@@ -89,7 +89,8 @@ def _tokenizer_files(folder: Path) -> Iterator[Path]:
         yield from sorted(path for path in folder.glob(pattern) if path.is_file())
 
 
-def _module(name: str) -> Compared:
+def module_file(name: str) -> Compared:
+    """The file that a user's module:name comes from."""
     spec = find_module(name)
     path = spec.origin if spec is not None else None
     return Compared(() if path is None else (Path(path),), spec)
@@ -105,11 +106,6 @@ def find_module(name: str) -> ModuleSpec | None:
             return None
         path = spec.submodule_search_locations
     return spec
-
-
-def module_digest(name: str) -> str:
-    """A sha256 of the file that a user's module:name comes from."""
-    return _spec_digest(find_module(name))
 
 
 def _spec_digest(spec: ModuleSpec | None) -> str:

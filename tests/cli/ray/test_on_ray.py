@@ -2,7 +2,6 @@
 
 import asyncio
 import hashlib
-import json
 import signal
 import socket
 import subprocess
@@ -14,6 +13,7 @@ import psutil
 import pytest
 
 from shardproof.cli.ray_console import Console
+from tests.rl.runs import comparable, lines
 from tests.sockets import all_loopback, listening
 
 TINY = Path(__file__).parents[3] / "recipes" / "tiny"
@@ -97,13 +97,12 @@ class Command:
 
 def numbers(folder):
     """Metrics without times, and the digests of what both ranks hold after the last step."""
-    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
-    for line in lines:
+    steps = lines(folder / "run" / "metrics.jsonl")
+    for line in steps:
         line.pop("time", None)
-        for key in [key for key in line["metrics"] if key.startswith("time/") or key == "tokens_per_s"]:
-            del line["metrics"][key]
+        line["metrics"] = comparable(line["metrics"])
     saved = [folder / "run" / "checkpoints" / "step-00000005" / f"rank-{rank}.bin" for rank in range(2)]
-    return lines, [hashlib.sha256(path.read_bytes()).hexdigest() for path in saved]
+    return steps, [hashlib.sha256(path.read_bytes()).hexdigest() for path in saved]
 
 
 def node_of_a_rank(cluster):
