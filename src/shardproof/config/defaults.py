@@ -9,13 +9,14 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-from shardproof.config.schema import Recipe
+from shardproof.config.schema import Algorithm, Recipe
 
 
 def differences_from_defaults(recipe: Recipe) -> dict[str, dict[str, Any]]:
     """{"section.key": {"value": ..., "default": ...}} of every setting that has another value than its default.
 
-    A key that has no default, such as `model.path`, has the default None.
+    A key that has no default, such as `model.path`, has the default None. The defaults of an algorithm's settings are
+    those of its name and preset.
     """
     return {
         key: {"value": _plain(value), "default": _plain(default)}
@@ -38,6 +39,8 @@ def _defaults(section: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(section, BaseModel):
         for name, field in type(section).model_fields.items():
             default = field.get_default(call_default_factory=True)
+            if isinstance(section, Algorithm) and name not in ("name", "preset"):
+                default = getattr(Algorithm(name=section.name, preset=section.preset), name)
             yield name, None if default is PydanticUndefined else default
         return
     for each in fields(section):

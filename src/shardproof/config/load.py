@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import glob
 import json
 import os
 import tomllib
@@ -36,6 +37,13 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         raise fail("C001", "recipe", f"{file} is not valid TOML: {error}.", fix=fix) from error
     for section, key in _PATHS:
         _resolve(data.get(section), key, file.parent)
+    for tables in (_list_in(data, "evaluation", "sets"), _list_in(data, "data", "train")):
+        for number, each in enumerate(tables):
+            _resolve(each, "source", file.parent)
+            if isinstance(each, str):
+                tables[number] = _resolved(each, file.parent)
+    for each in _list_in(data, "reward", "models"):
+        _resolve(each, "path", file.parent)
     for override in overrides:
         _apply(data, override)
     return parse_recipe(data, str(file))
@@ -46,17 +54,38 @@ _PATHS = (
     ("model", "path"),
     ("data", "train"),
     ("data", "evaluation"),
+    ("data", "pass_rates"),
     ("reference", "path"),
     ("critic", "path"),
+    ("teacher", "path"),
     ("environment", "python"),
 )
 
 
 def _resolve(section: Any, key: str, base: Path) -> None:
     if isinstance(section, dict) and isinstance(section.get(key), str):
-        path = os.path.join(base, section[key])
-        if os.path.exists(path):  # unlike Path.exists, False also for what can be no path
-            section[key] = path.removeprefix("./") if path.startswith("./../") else path
+        section[key] = _resolved(section[key], base)
+
+
+def _resolved(given: str, base: Path) -> str:
+    path = os.path.join(base, given)
+    # Unlike Path.exists, this is False also for what can be no path.
+    if os.path.exists(path) or (set(given) & set("*?[") and _has_files(path)):
+        return path.removeprefix("./") if path.startswith("./../") else path
+    return given
+
+
+def _has_files(pattern: str) -> bool:
+    try:
+        return any(True for _ in glob.iglob(pattern, recursive=True))
+    except ValueError:  # it can be no path
+        return False
+
+
+def _list_in(data: dict[str, Any], section: str, key: str) -> list[Any]:
+    held = data.get(section)
+    found = held.get(key) if isinstance(held, dict) else None
+    return found if isinstance(found, list) else []
 
 
 def parse_recipe(data: dict[str, Any], label: str) -> Recipe:
@@ -65,6 +94,7 @@ def parse_recipe(data: dict[str, Any], label: str) -> Recipe:
         return Recipe.model_validate(data)
     except ValidationError as error:
         found = error.errors(include_input=False, include_context=False, include_url=False)
+        found = _of_one_branch(found)
         problems = [_explain(item) for item in found[:_LISTED]]
         if len(found) > _LISTED:
             problems.append(f"and {len(found) - _LISTED} more")
@@ -92,6 +122,25 @@ def _value(text: str) -> Any:
         return tomllib.loads(f"value = {text}")["value"]
     except (ValueError, RecursionError):
         return text
+
+
+def _of_one_branch(problems: Sequence[Any]) -> list[Any]:
+    """The problems, of a key that takes text or a list those of the form that was meant, without the forms' names."""
+    places = [problem["loc"] for problem in problems]
+    inside = {loc[:n] for loc in places for n, part in enumerate(loc[:-1]) if _is_list(part)}
+    found = []
+    for problem in problems:
+        loc = problem["loc"]
+        at = next((n for n, part in enumerate(loc) if part == "str" or _is_list(part)), None)
+        if at is None:
+            found.append(problem)
+        elif (loc[at] == "str") is not (loc[:at] in inside):
+            found.append({**problem, "loc": (*loc[:at], *loc[at + 1 :])})
+    return found
+
+
+def _is_list(part: Any) -> bool:
+    return str(part).startswith("list[")
 
 
 def _explain(problem: Any) -> str:

@@ -18,6 +18,9 @@ class Lora(Section):
     target_modules: list[str] | str = "all-linear"
     """Which layers get adapters: a list of module names such as `["q_proj", "v_proj"]`, a regular expression,
     or `"all-linear"` for every linear layer except the head."""
+    base: Literal["nf4"] | None = None
+    """`"nf4"` holds the linear weights of the frozen blocks in 4 bits (QLoRA): 0.56 bytes per parameter instead
+    of 2 or 4. For FSDP2 and models without experts. By default they are held in `model.param_dtype`."""
 
 
 class Model(Section):
@@ -70,3 +73,11 @@ class Role(Section):
     """Keep this model's shards in host memory. By default `model.cpu_offload`."""
     lr: LearningRate | None = None
     """Learning rate of the critic; the reference is never trained. By default `optimizer.lr`."""
+
+
+class Critic(Role):
+    """The critic of `ppo`."""
+
+    lora: Lora | None = None
+    """Train low-rank adapters and the value head instead of all weights. By default every weight of the critic is
+    trained, also where the policy has adapters."""

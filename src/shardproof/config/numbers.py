@@ -28,8 +28,10 @@ Processes = Annotated[int, Bound(gt=0, le=1024)]  # on one node
 Port = Annotated[int, Bound(ge=0, lt=65536)]  # 0: a free one
 Seconds = Annotated[float, Bound(gt=0.0, le=30 * 86400.0)]
 Fraction = Annotated[float, Bound(ge=0.0, le=1.0)]
+Part = Annotated[float, Bound(gt=0.0, le=1.0)]
 Share = Annotated[float, Bound(gt=0.0, lt=1.0)]
 Decay = Annotated[float, Bound(ge=0.0, lt=1.0)]  # of a running mean; 0: no memory
 Limit = Annotated[float, Bound(gt=0.0, le=1e6)]  # what something is cut off at: 0 would leave nothing
 Coefficient = Annotated[float, Bound(ge=0.0, le=1e3)]  # 0: the term is left out
+Epsilon = Annotated[float, Bound(ge=0.0, le=1.0)]  # what keeps a divisor from 0
 LearningRate = Annotated[float, Bound(gt=0.0, le=10.0)]

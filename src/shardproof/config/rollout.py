@@ -5,13 +5,21 @@ from __future__ import annotations
 from functools import partial
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, field_validator
+from pydantic import BeforeValidator, Field, field_validator
 
-from shardproof.config.numbers import Bound, Count, Limit, Tokens
+from shardproof.config.numbers import MAX_TOKENS, Bound, Count, Limit, Tokens
 from shardproof.config.section import Section, known_or_users, read_none
 from shardproof.config.vllm import VllmSettings
 
 ENGINES = ("embedded", "sharded", "vllm")
+# What makes engines draw from something else than what the model says at the temperature.
+SHAPING = (
+    "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "min_new_tokens",
+)  # fmt: skip
+RowOverride = Literal[
+    "max_new_tokens", "min_new_tokens", "stop", "stop_ids", "top_p", "top_k", "min_p", "repetition_penalty",
+    "presence_penalty", "frequency_penalty",
+]  # fmt: skip
 
 
 class Rollout(Section):
@@ -26,10 +34,34 @@ class Rollout(Section):
     max_new_tokens: Tokens = 256
     """Longest completion, in tokens; in a conversation, the longest turn."""
     temperature: Annotated[float, Bound(gt=0.0, le=100.0)] = 1.0
-    """Sampling temperature. All log-probs of the training step use it too."""
+    """Sampling temperature. All log-probs of the training step use it too. vLLM takes 0.01 to 2."""
     top_p: Annotated[float, Bound(gt=0.0, le=1.0)] = 1.0
     """Nucleus sampling: draw only from the most likely tokens whose probabilities add up to this. 1 disables
-    it."""
+    it. See docs/sampling.md for the order of all settings, and for what is trained."""
+    top_k: Annotated[int, Bound(ge=0, le=2**30)] = 0
+    """Draw only from this many of the most likely tokens. 0 disables it."""
+    min_p: Annotated[float, Bound(ge=0.0, le=1.0)] = 0.0
+    """Draw only tokens that are at least this share as likely as the most likely one. 0 disables it."""
+    repetition_penalty: Annotated[float, Bound(ge=0.01, le=100.0)] = 1.0
+    """Makes tokens of the prompt and of the completion so far less likely: their logits are divided by it, or
+    multiplied where they are below 0. 1 disables it."""
+    presence_penalty: Annotated[float, Bound(ge=-2.0, le=2.0)] = 0.0
+    """Subtracted from the logits of tokens that the completion has already. 0 disables it."""
+    frequency_penalty: Annotated[float, Bound(ge=-2.0, le=2.0)] = 0.0
+    """Subtracted from the logits of tokens once for each time that the completion has them. 0 disables it."""
+    min_new_tokens: Annotated[int, Bound(ge=0, le=MAX_TOKENS)] = 0
+    """Tokens before which a completion does not end: stop ids cannot be drawn, and stop strings do not count.
+    """
+    stop: list[str] = Field(default_factory=list)
+    """Strings that end a completion, as the token that completes one of them is drawn. That token is trained
+    on, as all others."""
+    stop_ids: list[Annotated[int, Bound(ge=0, lt=2**31)]] = Field(default_factory=list)
+    """Token ids that end a completion, beside those that tokenizer and generation config name."""
+    include_stop: bool = True
+    """Whether the text that rewards read has the stop string at its end."""
+    row_overrides: list[RowOverride] = Field(default_factory=list)
+    """Settings that rows of the data may have of their own, in a column `sampling` such as
+    `{"stop": ["\\n\\n"], "max_new_tokens": 64}`. By default none: the column is then like any other."""
     batch_size: Count = 256
     """Completions that each rank decodes at a time. Lower it if sampling runs out of memory; results do not
     change. With vLLM, each server has up to twice as many requests of a rank."""
@@ -74,7 +106,30 @@ class Rollout(Section):
     vllm: Annotated[VllmSettings, BeforeValidator(partial(read_none, VllmSettings))] = VllmSettings()
     """Settings of the vLLM server, for `engine = "vllm"`."""
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether all completions are drawn from all that the model says, at the temperature."""
+        own = {key: type(self).model_fields[key].default for key in SHAPING}
+        return all(getattr(self, key) == value for key, value in own.items()) and not (
+            set(self.row_overrides) & set(SHAPING)
+        )
+
+    @property
+    def shaped_by(self) -> str:
+        """The first setting because of which they are not, as a recipe writes it."""
+        for key in SHAPING:
+            if getattr(self, key) != type(self).model_fields[key].default:
+                return f"rollout.{key}={getattr(self, key)}"
+        return f"rollout.row_overrides={[key for key in self.row_overrides if key in SHAPING]}"
+
     @field_validator("engine")
     @classmethod
     def _is_known(cls, engine: str) -> str:
         return known_or_users(engine, ENGINES)
+
+    @field_validator("stop")
+    @classmethod
+    def _is_text(cls, stop: list[str]) -> list[str]:
+        if "" in stop:
+            raise ValueError("an empty string would end every completion at once; remove it")
+        return stop

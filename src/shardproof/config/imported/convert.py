@@ -1,0 +1,123 @@
+"""From a config of another library to a recipe: which library it is, its draft, and whether the result is one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardproof.config.imported import skyrl, trl, verl
+from shardproof.config.imported.draft import Draft, Foreign, nested
+from shardproof.config.imported.files import read_config
+from shardproof.config.imported.text import recipe_text
+from shardproof.config.load import parse_recipe
+from shardproof.errors import ConfigError, fail
+
+LIBRARIES = ("trl", "verl", "skyrl")
+_TITLES = {"trl": "TRL", "verl": "verl", "skyrl": "SkyRL"}
+_OF_VERL = ("actor_rollout_ref.", "algorithm.")
+_OF_SKYRL = ("generator.", "trainer.policy.", "trainer.placement.", "trainer.algorithm.", "environment.env_")
+
+_UNKNOWN = re.compile(r"\$\{[^}]*\}?|\$\((?:\.{3}\))?|\$\w+|\$@")
+
+
+@dataclass(frozen=True)
+class Imported:
+    """A recipe that was made of another library's config."""
+
+    library: str
+    trainer: str  # of TRL; "" for the others
+    draft: Draft
+    text: str
+    problem: str | None  # why the recipe cannot be used as it is; None if it can
+
+
+def find_library(foreign: Foreign) -> str:
+    """Whose config it is, by the keys that it has."""
+    keys = foreign.values
+    for name, prefixes in (("skyrl", _OF_SKYRL), ("verl", _OF_VERL)):
+        if any(key.startswith(prefixes) for key in keys):
+            return name
+    sections = sorted({key.partition(".")[0] for key in keys if "." in key})
+    if sections and not trl.has_own(foreign):
+        named = f"it has the sections {', '.join(sections[:5])}"
+        message = f"the config is none of TRL's, verl's or SkyRL's: {named}."
+        if "model" in sections and {"optim", "placement", "engine"} & set(sections):
+            message = f"the config is none of those that are read, but may be of verl's or SkyRL's SFT trainer: {named}."
+        raise fail(
+            "C001", "config", message, fix="say whose it is with --library, or write a recipe for 'sft'"
+        )
+    return "trl"
+
+
+def import_config(
+    path: Path,
+    overrides: Sequence[str] = (),
+    *,
+    library: str | None = None,
+    trainer: str | None = None,
+    ranks: int = 1,
+) -> Imported:
+    """The recipe of a config file; `overrides` are settings of the other library, as its command line takes them."""
+    foreign = Foreign(read_config(path, overrides))
+    library = library or find_library(foreign)
+    if library == "trl":
+        foreign = trl.opened(foreign)
+        trainer = trainer or trl.find_trainer(foreign)
+    else:
+        trainer = ""
+
+    def translate(given: Foreign) -> Draft:
+        if library == "trl":
+            return trl.translate(given, trainer or "", ranks)
+        return (verl if library == "verl" else skyrl).translate(given)
+
+    try:
+        draft = translate(foreign)
+    except (ValueError, TypeError, AttributeError, KeyError, ArithmeticError) as error:
+        found = f"{foreign.last}={foreign.values.get(foreign.last)!r}"
+        message = f"{path.name}: {found} is no value that {_TITLES[library]} takes there ({error})."
+        raise fail(
+            "C001", "config", message, fix=f"correct it, or add {foreign.last}=VALUE to the command"
+        ) from error
+    _ask_for_unknown(draft)
+    draft.idle = _idle(foreign, draft, translate)
+    kind = f"{_TITLES[library]}'s {trainer.upper()} config" if trainer else f"{_TITLES[library]}'s config"
+    title = f"Made from {kind} {path.name}. Comments name the settings behind the values."
+    if draft.gaps:
+        title += "\n\nWithout a counterpart:"
+        title += "".join(f"\n  {setting}: {why}" for setting, why in draft.gaps.items())
+    text = recipe_text(draft, title)
+    return Imported(library, trainer, draft, text, _problem(draft))
+
+
+def _ask_for_unknown(draft: Draft) -> None:
+    """Have values filled in that hold a variable which is not known, or what a command would say."""
+    for key, value in draft.values.items():
+        if key not in draft.to_fill and (found := _UNKNOWN.search(str(value))):
+            draft.to_fill[key] = f"{draft.origins.get(key, key)}: {found[0]} is not known here"
+
+
+def _idle(foreign: Foreign, draft: Draft, translate: Callable[[Foreign], Draft]) -> list[str]:
+    """The settings that were looked at and change nothing: each is left out once, and the recipe stays what it is."""
+    seen = {key: value for key, value in foreign.values.items() if key in foreign.seen}
+    whole = translate(Foreign(dict(seen)))
+
+    def changes_nothing(key: str) -> bool:
+        try:
+            without = translate(Foreign({other: value for other, value in seen.items() if other != key}))
+        except (ValueError, TypeError, AttributeError, KeyError, ArithmeticError):
+            return False
+        return whole.says_the_same(without)
+
+    sure = {*draft.unneeded, *(key for key, value in seen.items() if value is None)}
+    return [key for key in seen if key not in sure and changes_nothing(key)]
+
+
+def _problem(draft: Draft) -> str | None:
+    try:
+        parse_recipe(nested(draft.values), "the recipe")
+    except ConfigError as error:
+        return error.findings[0].message
+    return None

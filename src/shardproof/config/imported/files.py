@@ -1,0 +1,159 @@
+"""Configs of other libraries as they lie in files: YAML, JSON, or a shell script that starts a run with key=value."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from shardproof.config.imported.shell import script_words
+from shardproof.errors import fail
+from shardproof.foreign import read_foreign
+
+_MAX_BYTES = 2**22
+_REFERENCE = re.compile(r"\$\{([^${}]*)\}")
+_SETTING = re.compile(r"[+~]{0,2}([A-Za-z_][\w.]*)=(.*)", re.DOTALL)
+_VARIABLE = re.compile(r"(?:export\s+)?([A-Za-z_]\w*)=(.*)", re.DOTALL)
+_MAX_ROUNDS = 10  # of references in references
+_MAX_SETTINGS, _MAX_NODES, _MAX_LENGTH = 10_000, 200_000, 100_000
+
+
+def read_config(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """The settings of a config by dotted key, with `overrides` such as `trainer.seed=1` applied; raises a ConfigError."""
+    raw = read_foreign(
+        path, "config", code="C001", max_bytes=_MAX_BYTES, fix="pass a YAML, JSON or shell file"
+    )
+    try:
+        text = raw.decode("utf-8-sig")
+        if path.suffix == ".sh":
+            flat = _read_script(text)
+        else:
+            found = json.loads(text) if path.suffix == ".json" else _load_yaml(text)
+            if not isinstance(found, dict):
+                what = "nothing" if found is None else f"a {type(found).__name__}"
+                raise ValueError(f"it holds {what}, expected settings")
+            _check_size(found)
+            flat = flatten(found)
+    except (ValueError, RecursionError) as error:
+        raise fail("C001", "config", f"{path} cannot be read: {error}.", fix="correct the file") from error
+    for override in overrides:
+        setting = _SETTING.fullmatch(override)
+        if setting is None:
+            raise fail("C001", "config", f"{override!r} is not of the form key=value.")
+        _set(flat, setting[1], setting[2])
+    if len(flat) > _MAX_SETTINGS:
+        message = f"{path} has {len(flat)} settings; the limit is {_MAX_SETTINGS}."
+        raise fail("C001", "config", message, fix="pass the config of a run")
+    return _resolved(flat)
+
+
+def flatten(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Values by dotted key; lists, and sections without keys, are values."""
+    flat: dict[str, Any] = {}
+    for key, value in section.items():
+        if isinstance(value, Mapping) and value:
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def _load_yaml(text: str) -> Any:
+    import yaml  # type: ignore[import-untyped]
+
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(" ".join(str(error).split())) from error
+    if isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value):
+        return float(value)  # 1e-6, which YAML 1.1 takes for text
+    return value
+
+
+def _read_script(text: str) -> dict[str, Any]:
+    """The key=value arguments of a shell script, with its own variables put in."""
+    variables: dict[str, str] = {}
+    flat: dict[str, Any] = {}
+    for word, sets in script_words(text, variables):
+        setting, variable = _SETTING.fullmatch(word), _VARIABLE.fullmatch(word)
+        if setting is not None and "." in setting[1]:
+            _set(flat, setting[1], setting[2])
+        elif sets and variable is not None:
+            variables[variable[1]] = variable[2]
+    if not flat:
+        raise ValueError("it starts nothing with key=value arguments")
+    return flat
+
+
+def _set(flat: dict[str, Any], key: str, text: str) -> None:
+    """Set a key as a command line does, in place of all that it had; what is no YAML is text."""
+    try:
+        value = _load_yaml(text)
+    except ValueError:
+        value = text
+    for known in [known for known in flat if known == key or known.startswith(f"{key}.")]:
+        del flat[known]
+    flat |= flatten({key: value})
+
+
+def _check_size(found: Any) -> None:
+    """Raise a ValueError where a file holds more than a config has, or itself: aliases can say so in few bytes."""
+    left, count = [found], 0
+    while left:
+        node = left.pop()
+        count += 1
+        if count > _MAX_NODES:
+            raise ValueError(f"it holds more than {_MAX_NODES} values, or itself")
+        if isinstance(node, Mapping):
+            left.extend(node.values())
+        elif isinstance(node, list):
+            left.extend(node)
+
+
+def _resolved(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings with `${other.key}` replaced by what it stands for; one that stands for nothing stays what it is."""
+
+    def look_up(reference: str, at: str) -> tuple[bool, Any]:
+        kind, _, rest = reference.partition(":")
+        selects = kind == "oc.select"
+        name, _, default = (rest if kind in ("oc.env", "oc.select") else reference).partition(",")
+        if kind == "oc.env":
+            value = os.environ.get(name.strip())
+        else:
+            value = flat.get(_absolute(name.strip(), at))
+        if value is None and default:
+            return True, _load_yaml(default)
+        return value is not None or selects, value
+
+    def put_in(value: Any, at: str) -> Any:
+        if isinstance(value, list):
+            return [put_in(each, at) for each in value]
+        unknown: set[str] = set()
+        for _ in range(_MAX_ROUNDS):
+            if not isinstance(value, str) or len(value) > _MAX_LENGTH:
+                return value
+            found = next((each for each in _REFERENCE.finditer(value) if each[0] not in unknown), None)
+            if found is None:
+                return value
+            is_known, meant = look_up(found[1], at)
+            if not is_known:
+                unknown.add(found[0])
+            elif found[0] == value:
+                value = meant
+            else:
+                value = value.replace(found[0], "" if meant is None else str(meant))
+        return value
+
+    return {key: put_in(value, key) for key, value in flat.items()}
+
+
+def _absolute(name: str, at: str) -> str:
+    """A key that begins with dots counts from the section of the key that has the reference."""
+    dots = len(name) - len(name.lstrip("."))
+    if not dots:
+        return name
+    section = at.split(".")[:-dots]
+    return ".".join([*section, name[dots:]])

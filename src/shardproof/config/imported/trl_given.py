@@ -1,0 +1,92 @@
+"""The settings of TRL's trainers on given data: DPO, KTO, SFT and reward models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from shardproof.config.imported.draft import Draft, Foreign, Same, copy
+
+_TOO_LONG = {"truncate": "cuts", "drop": "leaves out"}
+
+
+def _dpo(draft: Draft, foreign: Foreign) -> None:
+    losses = foreign.take("loss_type", ["sigmoid"])
+    draft.put("algorithm.preference.loss", [losses] if isinstance(losses, str) else losses, "loss_type")
+    table = (
+        Same("loss_weights", "algorithm.preference.loss_weights"),
+        Same("precompute_ref_log_probs", "algorithm.preference.precompute"),
+        Same("f_divergence_type", "algorithm.preference.divergence", None, _divergence),
+        Same("f_alpha_divergence_coef", "algorithm.preference.divergence_alpha", None, float),
+        Same("ld_alpha", "algorithm.preference.ld_alpha", None, float),
+        Same("discopop_tau", "algorithm.preference.discopop_tau", None, float),
+        Same("beta", "algorithm.preference.beta", 0.1, float),
+        Same("label_smoothing", "algorithm.preference.label_smoothing", None, float),
+    )
+    copy(draft, foreign, table)
+    _lengths(draft, foreign)
+    draft.lack(foreign, "use_weighting", "every pair counts alike", unless=(False,))
+    _reference(draft, foreign)
+
+
+def _reference(draft: Draft, foreign: Foreign) -> None:
+    if foreign.take("sync_ref_model", False):
+        draft.gaps["sync_ref_model=True"] = "the reference of preference losses does not move"
+    foreign.take("ref_model_mixup_alpha"), foreign.take("ref_model_sync_steps")
+
+
+def _divergence(kind: str) -> str:
+    known = {"js_divergence": "js", "alpha_divergence": "alpha"}
+    return known.get(kind, kind)
+
+
+def _kto(draft: Draft, foreign: Foreign) -> None:
+    table = (
+        Same("beta", "algorithm.preference.beta", 0.1, float),
+        Same("desirable_weight", "algorithm.preference.desirable_weight", 1.0, float),
+        Same("undesirable_weight", "algorithm.preference.undesirable_weight", 1.0, float),
+    )
+    copy(draft, foreign, table)
+    copy(draft, foreign, [Same("loss_type", "algorithm.preference.loss", None, lambda loss: [loss])])
+    draft.lack(foreign, "precompute_ref_log_probs", "the reference is asked in every step", unless=(False,))
+    _reference(draft, foreign)
+    _lengths(draft, foreign)
+
+
+def _sft(draft: Draft, foreign: Foreign) -> None:
+    _lengths(draft, foreign)
+    if foreign.take("assistant_only_loss", False):
+        draft.put("data.train_on", "assistant", "assistant_only_loss")
+    elif foreign.take("completion_only_loss") is False:
+        draft.put("data.train_on", "all", "completion_only_loss")
+    if foreign.take("packing", False):
+        what = (
+            "TRL's batch counts packed sequences of max_length, which hold several rows; this one counts rows"
+        )
+        draft.gaps["packing=True"] = what
+    what = "'messages' if rows hold whole conversations, with train_on = 'all' or 'assistant'"
+    draft.ask("data.messages_column", None, what)
+    draft.lack(
+        foreign,
+        "dataset_text_field",
+        "rows are prompts and completions, or data.messages_column",
+        unless=("text",),
+    )
+    draft.lack(foreign, "loss_type", "the cross-entropy is used", unless=("nll", "chunked_nll"))
+    draft.lack(foreign, "eos_token", "set it in the tokenizer's files")
+    draft.lack(foreign, "chat_template_path", "put the template into the model's folder")
+
+
+def _reward(draft: Draft, foreign: Foreign) -> None:
+    copy(draft, foreign, [Same("center_rewards_coefficient", "algorithm.center_rewards_coef", None, float)])
+    _lengths(draft, foreign, "drop")
+
+
+def _lengths(draft: Draft, foreign: Foreign, too_long: str = "truncate") -> None:
+    if not foreign.is_null("max_length"):
+        draft.put("data.max_length", int(foreign.take("max_length", 1024)), "max_length")
+        draft.put("data.on_max_length", too_long, f"TRL {_TOO_LONG[too_long]} rows that are too long")
+    draft.lack(foreign, "truncation_mode", "rows are cut at their end", unless=("keep_start",))
+
+
+GIVEN: dict[str, Callable[[Draft, Foreign], Any]] = {"dpo": _dpo, "kto": _kto, "sft": _sft, "reward": _reward}

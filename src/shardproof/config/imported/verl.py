@@ -1,0 +1,328 @@
+"""verl's configs, as `verl.trainer.main_ppo` reads them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from shardproof.config.imported.draft import Draft, Foreign, Same, copy
+from shardproof.config.imported.shared_settings import (
+    as_list,
+    evaluate_all,
+    fill_in_missing,
+    held_out,
+    steps,
+    trackers,
+    train_sources,
+)
+from shardproof.config.imported.verl_objective import ACTOR, objective
+
+_FSDP = f"{ACTOR}.fsdp_config"
+ROLLOUT, MODEL = "actor_rollout_ref.rollout", "actor_rollout_ref.model"
+_BY_TIME = "micro-batches are counted in tokens: see train.micro_batch_tokens"
+_UNNEEDED = {
+    "*profiler*": "see docs/performance.md",
+    "*._target_": "names a class of verl",
+    "*.use_remove_padding": "batches are never padded",
+    "*micro_batch_size*": _BY_TIME,
+    "*use_dynamic_bsz": _BY_TIME,
+    "*max_token_len_per_gpu": _BY_TIME,
+    "*.use_torch_compile": "see model.compile",
+    "*.use_fused_kernels": "kernels are chosen for the device",
+    "*.fused_kernel_options*": "kernels are chosen for the device",
+    "*.use_liger": "kernels are chosen for the device",
+    "*.use_shm": "weights are read shard by shard",
+    "*.checkpoint.*": "checkpoints hold all that a run needs",
+    "*.fsdp_config.*": "see model.strategy and model.cpu_offload",
+    "*.megatron.*": "models are sharded by FSDP",
+    "*.veomni.*": "models are sharded by FSDP",
+    "*.torchtitan.*": "models are sharded by FSDP",
+    "*.rollout_n": "see rollout.group_size",
+    f"{ACTOR}.shuffle": "later epochs take the parts of a batch in another order",
+    "*.data_loader_seed": "see train.seed",
+    "*.freeze_vision_tower": "images are not read",
+    "*.calculate_*": "measured where it is needed",
+    "*.pad_to_length*": "batches are never padded",
+    "*.use_prefix_grouper": "see docs/performance.md",
+    "*.enable_activation_offload": "see model.checkpoint_activations",
+    "*.optim.optimizer_impl": "see optimizer.name",
+    "*.optim.total_training_steps": "see train.steps",
+    "reward*.num_workers": "see reward.num_workers",
+    "reward.reward_manager.*": "see docs/rewards.md",
+    "reward*sandbox_fusion.*": "see the reward 'code'",
+    "reward*.max_resp_len": "see rollout.max_new_tokens",
+    "reward*.overlong_buffer*.log": "see docs/metrics.md",
+    "reward.reward_model.*": "see reward.models",
+    "transfer_queue.*": "see docs/architecture.md",
+    "data.trust_remote_code": "see model.trust_remote_code",
+    "data.audio_key": "sounds are not read",
+    "data.image_patch_size": "images are not read",
+    "*.entropy_*": "entropy is computed in chunks",
+    "*.ref.*": "see [reference]",
+    "*.rollout.agent.*": "see [environment]",
+    "*.rollout.trace.*": "see output.samples_per_step",
+    "*.rollout.engine_kwargs*": "see rollout.vllm.args",
+    "*.rollout.*": "the engine chooses it: see docs/vllm.md",
+    "*.override_config*": "the model's own config is used",
+    "*.tokenizer_path": "the model's own tokenizer is used",
+    "data.dataloader_*": "data is read once per host",
+    "data.*_workers": "data is read once per host",
+    "data.return_*": "rewards see every column",
+    "data.use_shm": "data is read once per host",
+    "data.val_batch_size": "see rollout.batch_size",
+    "data.*shuffle": "rows are always shuffled, by train.seed",
+    "data.image_key": "images are not read",
+    "data.video_key": "videos are not read",
+    "data.reward_fn_key": "rewards see every column",
+    "critic.*": "see [critic]",
+    "reward_model.*": "see reward.models",
+    "trainer.*": "see docs/runs.md",
+    "global_profiler*": "see docs/performance.md",
+    "ray_*": "see docs/ray.md",
+    "*.hybrid_engine": "see rollout.engine",
+    "*.nccl_timeout": "see train.deadline_s",
+    "*custom_reward_function.*": "name your function in reward.functions",
+    "algorithm.pf_ppo*": "not used",
+    "algorithm.kl_ctrl.*": "see algorithm.kl_target",
+    "hydra*": "names a config of verl",
+    "defaults": "names configs of verl",
+}
+_DTYPES = {"fp32": "float32", "float32": "float32", "bf16": "bfloat16", "bfloat16": "bfloat16"}
+_DTYPES |= {"fp16": "float16", "float16": "float16"}
+_TABLE = (
+    Same(f"{MODEL}.path", "model.path"),
+    Same(f"{MODEL}.trust_remote_code", "model.trust_remote_code"),
+    Same(f"{MODEL}.enable_gradient_checkpointing", "model.checkpoint_activations", True),
+    Same(f"{ACTOR}.fsdp_config.offload_policy", "model.cpu_offload", False),
+    Same(f"{ACTOR}.fsdp_config.param_offload", "rollout.offload_policy", False),
+    Same("data.prompt_key", "data.prompt_column", "prompt"),
+    Same("data.max_prompt_length", "data.max_prompt_tokens", 512),
+    Same("data.filter_overlong_prompts", "data.too_long", False, lambda drops: "drop" if drops else "refuse"),
+    Same("data.apply_chat_template_kwargs", "data.chat_template_kwargs"),
+    Same("data.train_batch_size", "train.prompts_per_step", 1024),
+    Same("data.seed", "train.seed"),
+    Same(f"{ROLLOUT}.n", "rollout.group_size", 1),
+    Same(f"{ROLLOUT}.temperature", "rollout.temperature", 1.0, float),
+    Same(f"{ROLLOUT}.top_p", "rollout.top_p", 1.0, float),
+    Same(f"{ACTOR}.ppo_epochs", "algorithm.epochs_per_batch", 1),
+    Same(f"{ACTOR}.entropy_coeff", "algorithm.entropy_coef", 0.0, float),
+    Same(f"{ACTOR}.optim.lr", "optimizer.lr", 1e-6, float),
+    Same(f"{ACTOR}.optim.weight_decay", "optimizer.weight_decay", 0.01, float),
+    Same(f"{ACTOR}.optim.betas", "optimizer.betas", [0.9, 0.999]),
+    Same("trainer.n_gpus_per_node", "train.ranks", 8),
+    Same("trainer.project_name", "output.project", "verl_examples"),
+    Same("trainer.experiment_name", "output.run_name"),
+    Same("trainer.default_local_dir", "output.folder"),
+    Same("trainer.max_actor_ckpt_to_keep", "output.keep"),
+)
+
+
+def translate(foreign: Foreign) -> Draft:
+    """The recipe of a config of verl's PPO trainer."""
+    draft = Draft()
+    copy(draft, foreign, _TABLE)
+    _model(draft, foreign)
+    _data(draft, foreign)
+    _engine(draft, foreign)
+    objective(draft, foreign)
+    _schedule(draft, foreign, ACTOR)
+    _critic(draft, foreign)
+    _trainer(draft, foreign)
+    fill_in_missing(draft, rewarded=True)
+    draft.sort_left(foreign, _UNNEEDED)
+    return draft
+
+
+def _model(draft: Draft, foreign: Foreign) -> None:
+    strategy = foreign.take(f"{ACTOR}.strategy", "fsdp")
+    draft.put("model.strategy", "fsdp2" if strategy == "fsdp2" else "fsdp1", f"{ACTOR}.strategy")
+    if strategy not in ("fsdp", "fsdp2"):
+        draft.gaps[f"{ACTOR}.strategy={strategy!r}"] = "models are sharded by FSDP"
+    _sharding(draft, foreign)
+    rank = foreign.take(f"{MODEL}.lora_rank", 0)
+    if rank:
+        draft.put("model.lora.r", int(rank), f"{MODEL}.lora_rank")
+        draft.put("model.lora.alpha", int(foreign.take(f"{MODEL}.lora_alpha", 16)), f"{MODEL}.lora_alpha")
+        modules = foreign.take(f"{MODEL}.target_modules", "all-linear")
+        draft.put("model.lora.target_modules", modules, f"{MODEL}.target_modules")
+    else:
+        for key in ("lora_alpha", "target_modules", "exclude_modules", "lora.*"):
+            draft.skip(foreign, f"{MODEL}.{key}", "the model has no adapters")
+    if foreign.take(f"{ACTOR}.use_dynamic_bsz", False):
+        size = int(foreign.take(f"{ACTOR}.ppo_max_token_len_per_gpu", 16384))
+        draft.put("train.micro_batch_tokens", size, f"{ACTOR}.ppo_max_token_len_per_gpu")
+    draft.lack(
+        foreign, f"{MODEL}.external_lib", "install it, and import it from a module that the recipe names"
+    )
+    draft.lack(foreign, f"{MODEL}.custom_chat_template", "put the template into the model's folder")
+
+
+def _sharding(draft: Draft, foreign: Foreign) -> None:
+    parallel = foreign.either(
+        f"{ACTOR}.ulysses_sequence_parallel_size", f"{_FSDP}.ulysses_sequence_parallel_size"
+    )
+    clip = foreign.either(f"{ACTOR}.optim.clip_grad", f"{ACTOR}.grad_clip")
+    table = (
+        Same(parallel, "model.sequence_parallel", 1),
+        Same(clip, "optimizer.max_grad_norm", 1.0, float),
+        Same(f"{_FSDP}.model_dtype", "model.param_dtype", "fp32", lambda name: _DTYPES[name]),
+        Same(f"{_FSDP}.dtype", "model.compute_dtype", "bfloat16", lambda name: _DTYPES[name]),
+        Same(f"{_FSDP}.reshard_after_forward", "model.reshard_after_forward"),
+    )
+    copy(draft, foreign, table)
+    draft.skip(foreign, f"{ACTOR}.grad_clip", "optim.clip_grad says it")
+    size = int(foreign.take(f"{_FSDP}.fsdp_size", -1))
+    ranks = int(draft.values["train.ranks"]) * int(foreign.take("trainer.nnodes", 1))
+    if 0 < size < ranks and ranks % size == 0:
+        draft.put("model.replicate", ranks // size, f"{_FSDP}.fsdp_size")
+
+
+def _data(draft: Draft, foreign: Foreign) -> None:
+    if files := as_list(foreign.take("data.train_files")):
+        draft.put("data.train", train_sources(files), "data.train_files")
+    held_out(draft, as_list(foreign.take("data.val_files")), "data.val_files")
+    for key in ("train_max_samples", "val_max_samples"):
+        draft.lack(foreign, f"data.{key}", "all rows are read", unless=(-1,))
+    draft.lack(
+        foreign, "data.truncation", "prompts are never cut; they are refused or dropped", unless=("error",)
+    )
+    for key in ("data.custom_cls.path", "data.sampler.class_path", "data.datagen.path"):
+        draft.lack(foreign, key, "write the rows into a file, or use data.curriculum")
+    for key in ("custom_cls", "sampler", "datagen"):
+        draft.skip(foreign, f"data.{key}.*", "see data.curriculum")
+
+
+def _engine(draft: Draft, foreign: Foreign) -> None:
+    length = foreign.take(f"{ROLLOUT}.response_length", foreign.take("data.max_response_length", 512))
+    draft.put("rollout.max_new_tokens", int(length), "data.max_response_length")
+    if (k := foreign.take(f"{ROLLOUT}.top_k", -1)) > 0:
+        draft.put("rollout.top_k", int(k), f"{ROLLOUT}.top_k")
+    engine = foreign.take(f"{ROLLOUT}.name", "vllm")
+    draft.put("rollout.engine", "embedded" if engine == "hf" else "vllm", f"{ROLLOUT}.name")
+    if engine not in ("vllm", "hf"):
+        draft.gaps[f"{ROLLOUT}.name={engine!r}"] = "vLLM is used"
+    if engine != "hf":
+        table = (
+            Same(f"{ROLLOUT}.gpu_memory_utilization", "rollout.vllm.gpu_memory_utilization", 0.5, float),
+            Same(f"{ROLLOUT}.tensor_model_parallel_size", "rollout.vllm.tensor_parallel_size", 2),
+            Same(f"{ROLLOUT}.max_model_len", "rollout.vllm.max_model_len"),
+            Same(f"{ROLLOUT}.free_cache_engine", "rollout.sleep", True),
+        )
+        copy(draft, foreign, table)
+    sampled = foreign.take(f"{ROLLOUT}.val_kwargs.do_sample", False)
+    temperature = float(foreign.take(f"{ROLLOUT}.val_kwargs.temperature", 0))
+    draft.put("evaluation.temperature", temperature if sampled else 0.0, f"{ROLLOUT}.val_kwargs.temperature")
+    draft.put(
+        "evaluation.top_p",
+        float(foreign.take(f"{ROLLOUT}.val_kwargs.top_p", 1.0)),
+        f"{ROLLOUT}.val_kwargs.top_p",
+    )
+    number = int(foreign.take(f"{ROLLOUT}.val_kwargs.n", 1))
+    is_greedy = draft.values["evaluation.temperature"] == 0.0  # all completions of a row would be the same
+    draft.put("output.eval_samples", 1 if is_greedy else number, f"{ROLLOUT}.val_kwargs.n")
+    draft.lack(foreign, f"{ROLLOUT}.val_kwargs.top_k", "evaluations draw as rollout says", unless=(-1, 0))
+    if foreign.take(f"{ROLLOUT}.multi_turn.enable", False):
+        draft.gaps[f"{ROLLOUT}.multi_turn.enable=True"] = "write an [environment]: see docs/environments.md"
+    draft.skip(foreign, f"{ROLLOUT}.multi_turn.*", "see docs/environments.md")
+    copy(draft, foreign, [Same(f"{ROLLOUT}.enable_rollout_routing_replay", "rollout.replay_experts", None)])
+    for key, own in (("do_sample", True), ("ignore_eos", False), ("over_sample_rate", 0)):
+        draft.lack(foreign, f"{ROLLOUT}.{key}", "completions are drawn, to their end", unless=(own,))
+
+
+def _schedule(draft: Draft, foreign: Foreign, root: str) -> None:
+    kind = foreign.take(
+        f"{root}.optim.lr_scheduler_type", foreign.take(f"{root}.optim.warmup_style", "constant")
+    )
+    foreign.take(f"{root}.optim.warmup_style")
+    draft.put(
+        "optimizer.schedule", "cosine" if kind == "cosine" else "constant", f"{root}.optim.lr_scheduler_type"
+    )
+    if kind == "cosine":
+        draft.put(
+            "optimizer.final_ratio",
+            float(foreign.take(f"{root}.optim.min_lr_ratio", 0.0)),
+            f"{root}.optim.min_lr_ratio",
+        )
+    number = foreign.take(f"{root}.optim.lr_warmup_steps", -1)
+    ratio = float(foreign.take(f"{root}.optim.lr_warmup_steps_ratio", 0.0))
+    if number > 0:
+        draft.put("optimizer.warmup_steps", int(number), f"{root}.optim.lr_warmup_steps")
+    elif ratio:
+        draft.put("optimizer.warmup_ratio", ratio, f"{root}.optim.lr_warmup_steps_ratio")
+    if number > 0 or ratio:
+        draft.put("optimizer.warmup_from_zero", True, "verl's warm-up")
+    if kind not in ("constant", "cosine"):
+        draft.gaps[f"{root}.optim.lr_scheduler_type={kind!r}"] = "the learning rate stays constant"
+    foreign.take(f"{root}.optim.min_lr_ratio")
+    for key, own in (("num_cycles", (0.5,)), ("init_lr_ratio", (0, 0.0)), ("zero_indexed_step", (True,))):
+        draft.lack(foreign, f"{root}.optim.{key}", "the schedule has no such setting", unless=own)
+    name = str(foreign.take(f"{root}.optim.optimizer", "AdamW"))
+    if name.lower() in ("adamw8bit", "pagedadamw8bit"):
+        draft.put("optimizer.name", "adamw_8bit", f"{root}.optim.optimizer")
+    elif name.lower() not in ("adam", "adamw"):
+        what = "AdamW is used; name a class of yours in optimizer.name"
+        draft.gaps[f"{root}.optim.optimizer={name!r}"] = what
+
+
+def _critic(draft: Draft, foreign: Foreign) -> None:
+    if draft.values["algorithm.name"] == "ppo":
+        table = (
+            Same("critic.model.path", "critic.path"),
+            Same("critic.optim.lr", "critic.lr", 1e-5, float),
+            Same("critic.cliprange_value", "algorithm.value_clip", 0.5, float),
+            Same("algorithm.lam", "algorithm.gae_lambda", 1.0, float),
+            Same("trainer.critic_warmup", "algorithm.critic_warmup_steps", 0),
+        )
+        copy(draft, foreign, table)
+        if rank := foreign.take("critic.model.lora_rank", 0):
+            draft.put("critic.lora.r", int(rank), "critic.model.lora_rank")
+            alpha = int(foreign.take("critic.model.lora_alpha", 16))
+            draft.put("critic.lora.alpha", alpha, "critic.model.lora_alpha")
+    else:
+        draft.skip(foreign, "critic.*", "the algorithm has no critic")
+    for key in ("algorithm.lam", "trainer.critic_warmup"):
+        foreign.take(key)
+    _rewards(draft, foreign)
+
+
+def _rewards(draft: Draft, foreign: Foreign) -> None:
+    if foreign.take(foreign.either("reward.reward_model.enable", "reward_model.enable"), False):
+        where = foreign.either("reward.reward_model.model_path", "reward_model.model.path")
+        model: dict[str, Any] = {"path": foreign.take(where, "path/to/reward-model")}
+        draft.put("reward.models", [model], where)
+    function = foreign.either("reward.custom_reward_function.path", "custom_reward_function.path")
+    if foreign.has(function):
+        path = Path(foreign.take(function))
+        of_it = function.removesuffix("path")
+        name = f"{path.stem}:{foreign.take(f'{of_it}name', 'compute_score')}"
+        where = f"custom_reward_function; put {path.name} beside the recipe"
+        draft.put("reward.functions", [{"name": name, "signature": "verl"}], where)
+        draft.put("data.answer_column", None, "compute_score reads verl's own columns")
+    else:
+        what = "verl has the answer in reward_model.ground_truth: copy it into a column"
+        draft.ask("data.answer_column", "answer", what)
+    manager = foreign.either("reward.reward_manager.name", "reward_model.reward_manager")
+    draft.lack(foreign, manager, "write it as a reward function", unless=("naive", "dapo", "batch", "prime"))
+
+
+def _trainer(draft: Draft, foreign: Foreign) -> None:
+    epochs = float(foreign.take("trainer.total_epochs", 30))
+    limit = foreign.take("trainer.total_training_steps")
+    steps(draft, limit, epochs, 1, "trainer.total_training_steps", "trainer.total_epochs")
+    for key, ours in (("trainer.save_freq", "output.save_every"), ("trainer.test_freq", "output.eval_every")):
+        every = int(foreign.take(key, -1))
+        if ours == "output.save_every" or "data.evaluation" in draft.values:
+            draft.put(ours, max(every, 0), key)
+    trackers(draft, foreign.take("trainer.logger", ["wandb"]), "trainer.logger")
+    nodes = int(foreign.take("trainer.nnodes", 1))
+    if nodes > 1:
+        draft.gaps[f"trainer.nnodes={nodes}"] = (
+            f"start with `shardproof train --nnodes {nodes}`: see docs/multi-node.md"
+        )
+    evaluate_all(draft, "verl")
+    draft.lack(foreign, "trainer.val_only", "a run trains; see `shardproof evaluate`", unless=(False,))
+    draft.lack(foreign, "trainer.v1.trainer_mode", "see rollout.ahead", unless=("sync",))
+    if foreign.take("distillation.enabled", False):
+        draft.gaps["distillation.enabled=True"] = "set algorithm.name='distillation', and a [teacher]"
+        draft.skip(foreign, "distillation.*", "see docs/algorithms.md")
+    foreign.take("trainer.val_before_train")  # an evaluation before the first step is always made
