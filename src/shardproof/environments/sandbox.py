@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from shardproof.environments import sandbox_folders, sandbox_rules
-from shardproof.environments.sandbox_child import FAILED
+from shardproof.environments.sandbox_child import BEGUN, FAILED
 from shardproof.errors import ShardproofError, fail
 
 _SCRIPT = Path(__file__).with_name("sandbox_child.py")
@@ -57,6 +57,14 @@ class Limits:
 
 
 @dataclass(frozen=True)
+class Script:
+    """Code that is run as a script, not as a notebook's cell: its output is what it prints, without errors and values."""
+
+    stdin: bytes = b""
+    module: str = "__main__"  # its `__name__`
+
+
+@dataclass(frozen=True)
 class Ran:
     """What came of a run: its output, and how it ended if it did not end by itself."""
 
@@ -64,18 +72,23 @@ class Ran:
     left_out: int  # bytes between these parts
     head: int  # bytes of the first part
     ended: str | None = None
+    status: int | None = None  # the exit status of code that ended by itself
 
 
 class Sandbox:
     """Runs code under limits, many at once."""
 
-    def __init__(self, limits: Limits):
-        self.limits = limits
+    def __init__(self, limits: Limits, key: str = "environment.tools.python"):
+        self.limits, self._key = limits, key
         self._machine = platform.machine()
         if sys.platform != "linux" or self._machine not in sandbox_rules.MACHINES:
             kinds = " or ".join(sandbox_rules.MACHINES)
-            raise _unavailable(f"it needs Linux on {kinds}, and this is {sys.platform} on {self._machine}")
-        self._ruleset, self._handled = sandbox_rules.landlock_ruleset(_landlock_interface(), limits.network)
+            raise self._unavailable(
+                f"it needs Linux on {kinds}, and this is {sys.platform} on {self._machine}"
+            )
+        self._ruleset, self._handled = sandbox_rules.landlock_ruleset(
+            self._landlock_interface(), limits.network
+        )
         self._filter = sandbox_rules.system_call_filter(self._machine, limits.network)
         self._slots: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]
         self._slots = weakref.WeakKeyDictionary()
@@ -94,18 +107,18 @@ class Sandbox:
                 stderr=subprocess.STDOUT,
                 timeout=_START_S,
             )
-        said = done.stdout.decode(errors="replace").strip()
+        said = done.stdout.removeprefix(BEGUN).decode(errors="replace").strip()
         if done.returncode == FAILED:
-            raise _unavailable(said)
+            raise self._unavailable(said)
         if "MemoryError" in said or done.returncode in (-signal.SIGSEGV, -signal.SIGABRT):
-            message = (
-                f"environment.tools.python.memory_mb={self.limits.memory_mb} is too little for Python itself."
-            )
+            message = f"{self._key}.memory_mb={self.limits.memory_mb} is too little for Python itself."
             raise fail("C001", "tools", message, fix="raise it: the default is 512")
         if done.returncode or said != "held":
-            raise _unavailable(f"{said[-500:] or 'its trial said nothing'} (exit status {done.returncode})")
+            raise self._unavailable(
+                f"{said[-500:] or 'its trial said nothing'} (exit status {done.returncode})"
+            )
 
-    async def run(self, code: str) -> Ran:
+    async def run(self, code: str, script: Script | None = None) -> Ran:
         """Run the code in a new process with a new folder, and wait for its end."""
         if len(code) > _MOST_CODE:
             return Ran(b"", 0, 0, f"not run: the code is longer than {_MOST_CODE} characters")
@@ -113,12 +126,12 @@ class Sandbox:
         async with slots:
             folder = tempfile.mkdtemp(dir=sandbox_folders.base())
             try:
-                return await self._run_in(folder, code)
+                return await self._run_in(folder, self._given(code, folder, script))
             finally:
                 # Not awaited: who is cancelled must not wait, and there may be much to remove.
                 asyncio.get_running_loop().run_in_executor(None, sandbox_folders.remove, folder)
 
-    async def _run_in(self, folder: str, code: str) -> Ran:
+    async def _run_in(self, folder: str, given: bytes) -> Ran:
         arguments = self._process(folder)
         process = await asyncio.create_subprocess_exec(
             *arguments.pop("args"),
@@ -129,16 +142,17 @@ class Sandbox:
         )
         output = _Output(self.limits.output_chars * 4)  # bytes of a character, at most
         try:
-            ended = await self._watched(process, output, self._given(code, folder), folder)
+            ended = await self._watched(process, output, given, folder)
         finally:
             await _end(process)
-        if ended is None and process.returncode == FAILED:
+        if ended is None and not output.has_begun:  # no exit status tells: the code may choose any
             raise OSError(
-                f"the interpreter's limits could not be set: {bytes(output.head).decode(errors='replace')}"
+                f"the interpreter's limits could not be set: {bytes(output.head).decode(errors='replace')} "
+                f"(exit status {process.returncode})"
             )
         if ended is None and process.returncode is not None and process.returncode < 0:
             ended = _signalled(-process.returncode, self.limits)
-        return output.ran(ended)
+        return output.ran(ended, process.returncode if ended is None else None)
 
     async def _watched(
         self, process: asyncio.subprocess.Process, output: _Output, given: bytes, folder: str
@@ -185,7 +199,7 @@ class Sandbox:
             "start_new_session": True,
         }
 
-    def _given(self, code: str, folder: str) -> bytes:
+    def _given(self, code: str, folder: str, script: Script | None = None) -> bytes:
         limits = self.limits
         seconds, memory = math.ceil(limits.timeout_s), limits.memory_mb * _MIB
         readable = _readable(limits.network)
@@ -207,7 +221,30 @@ class Sandbox:
                 "own": sandbox_rules.OWN_PROCESS.to_bytes(4, "little"),
                 "path": _packages(),
                 "code": code,
+                "script": None if script is None else (script.stdin, script.module),
             }
+        )
+
+    def _landlock_interface(self) -> int:
+        import ctypes
+
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.syscall.restype = ctypes.c_long
+        interface = libc.syscall(444, None, ctypes.c_size_t(0), _LANDLOCK_VERSION)
+        if interface < 1:
+            reason = os.strerror(ctypes.get_errno())
+            raise self._unavailable(
+                f"files cannot be kept from it, because this kernel has no Landlock ({reason})"
+            )
+        return interface
+
+    def _unavailable(self, why: str) -> ShardproofError:
+        return fail(
+            "C001",
+            "tools",
+            f"{self._key} cannot be limited on this machine: {why}.",
+            fix="run on Linux 5.13 or newer with Landlock and seccomp enabled, also inside of containers; or leave "
+            f"{self._key} out",
         )
 
 
@@ -228,14 +265,17 @@ def _signalled(number: int, limits: Limits) -> str:
 
 
 class _Output:
-    """The beginning and the end of a stream, however long it is."""
+    """The beginning and the end of what code prints, however long it is."""
 
     def __init__(self, most: int):
+        self.has_begun = False  # the code runs, and within its limits
         self._part = max(1, most // 2)
         self.head, self._tail, self._total = bytearray(), bytearray(), 0
 
     def add(self, data: bytes) -> bool:
         """Take the next piece; returns whether there may be more."""
+        if not self._total and not self.has_begun and data.startswith(BEGUN):
+            self.has_begun, data = True, data[len(BEGUN) :]
         self._total += len(data)
         room = self._part - len(self.head)
         self.head += data[:room]
@@ -243,9 +283,9 @@ class _Output:
         del self._tail[: -self._part]
         return self._total <= _MOST_OUTPUT
 
-    def ran(self, ended: str | None) -> Ran:
+    def ran(self, ended: str | None, status: int | None) -> Ran:
         left_out = self._total - len(self.head) - len(self._tail)
-        return Ran(bytes(self.head + self._tail), left_out, len(self.head), ended)
+        return Ran(bytes(self.head + self._tail), left_out, len(self.head), ended, status)
 
 
 async def _talk(process: asyncio.subprocess.Process, output: _Output, given: bytes) -> str | None:
@@ -274,28 +314,6 @@ def _readable(network: bool) -> list[str]:
     """What the interpreter needs to read: its own library, installed packages, shared libraries."""
     found = [sys.base_prefix, sys.base_exec_prefix, *_packages(), *_LIBRARIES]
     return list(dict.fromkeys(found + list(_NETWORK_FILES if network else ())))
-
-
-def _landlock_interface() -> int:
-    import ctypes
-
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.syscall.restype = ctypes.c_long
-    interface = libc.syscall(444, None, ctypes.c_size_t(0), _LANDLOCK_VERSION)
-    if interface < 1:
-        reason = os.strerror(ctypes.get_errno())
-        raise _unavailable(f"files cannot be kept from it, because this kernel has no Landlock ({reason})")
-    return interface
-
-
-def _unavailable(why: str) -> ShardproofError:
-    return fail(
-        "C001",
-        "tools",
-        f"environment.tools.python cannot be limited on this machine: {why}.",
-        fix="run on Linux 5.13 or newer with Landlock and seccomp enabled, also inside of containers; or leave "
-        "environment.tools.python out",
-    )
 
 
 # Tries each limit from inside, and says which does not hold.

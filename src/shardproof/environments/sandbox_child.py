@@ -11,6 +11,7 @@ import resource
 import sys
 
 FAILED = 97  # exit status: a limit could not be set, and the code was not run
+BEGUN = b"\x06"  # the first byte of the output: every limit holds, and what follows is the code's
 _PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS, _SIGKILL = 1, 22, 38, 9
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF, _PATH_BENEATH = 444, 445, 446, 1
 _CAPABILITIES_3, _CAPSET = 0x20080522, {"x86_64": 126, "aarch64": 91}
@@ -85,16 +86,17 @@ def _restrict_calls(plan):
     _checked("seccomp", _libc.prctl(_PR_SET_SECCOMP, 2, ctypes.byref(described), 0, 0))
 
 
-def run(source):
+def run(source, name="__main__", shows_value=True):
     """Run the code as a script, and print the value of its last line if that is an expression, as a notebook does."""
     import _ast
 
-    main = type(sys)("__main__")
+    main = type(sys)(name)
     main.__dict__.update(__builtins__=__builtins__, exit=sys.exit, quit=sys.exit)
-    sys.modules["__main__"] = main
+    sys.modules["__main__"] = sys.modules[name] = main
     try:
         tree = compile(source, "<code>", "exec", _ONLY_TREE, dont_inherit=True)
-        last = tree.body.pop() if tree.body and isinstance(tree.body[-1], _ast.Expr) else None
+        has_value = shows_value and tree.body and isinstance(tree.body[-1], _ast.Expr)
+        last = tree.body.pop() if has_value else None
         exec(compile(tree, "<code>", "exec", dont_inherit=True), main.__dict__)
         if last is not None:
             expression = _ast.Expression(body=last.value)
@@ -133,22 +135,44 @@ def _show(error, source):
         os.write(2, b"MemoryError\n")
 
 
+def _give_input(data):
+    """Let the code read these bytes from its standard input."""
+    if not data:
+        return
+    file = os.memfd_create("input", 0)
+    while data:
+        data = data[os.write(file, data) :]
+    os.lseek(file, 0, os.SEEK_SET)
+    os.dup2(file, 0)
+    os.close(file)
+    # The interpreter's own stream has read the plan to its end.
+    sys.stdin = open(0, encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
+
+
 def main():
     plan = marshal.load(sys.stdin.buffer)
-    nothing = os.open(os.devnull, os.O_RDONLY)
+    script = plan["script"]
+    nothing = os.open(os.devnull, os.O_RDWR)
     os.dup2(nothing, 0)
+    if script is not None:
+        os.dup2(nothing, 2)
+        _give_input(script[0])
     os.close(nothing)
     try:
         confine(plan)
     except OSError as error:
         os.write(1, str(error.strerror or error).encode())
         os._exit(FAILED)
+    os.write(1, BEGUN)
     sys.argv[:] = ["<code>"]
     sys.path += plan["path"]
     for stream in (sys.stdout, sys.stderr):
         # Line by line: in the order in which it was printed, and there even if the code is stopped.
         stream.reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)
-    run(plan["code"])
+    if script is None:
+        run(plan["code"])
+    else:
+        run(plan["code"], script[1], shows_value=False)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,192 @@
+"""The built-in reward `code`: the tests of a row that the completion's program passes, each run in the sandbox.
+
+Every test has a process of its own. What the program printed, or its function returned, is compared here, outside of that
+process, which never holds what is expected. A test that is code runs in the program's process, behind it, and ends with a
+word that is drawn anew: to leave early, or to print what success looks like, is no success.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import secrets
+import time
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple
+
+from shardproof.environments.sandbox import Limits, Sandbox, Script
+from shardproof.rl.rewards.calling import Measured
+from shardproof.rl.rewards.options import number, one_of
+from shardproof.rl.rewards.specs import Surroundings
+
+_BLOCK = re.compile(r"^[ \t]*```([^\n`]*)\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
+_LANGUAGES = ("", "python", "py", "python3")
+_OUTPUT_CHARS = 250_000
+_SLACK_S = 30.0  # for a busy machine to end the last test
+
+_CALL = """
+import json as _json
+_function = globals().get({name!r}) or getattr(globals()["Solution"](), {name!r})
+_said = _json.dumps(_function(*_json.loads({given!r})))
+"""
+_END = """
+import os as _os, sys as _sys
+_sys.stdout.flush()
+_os.write(1, ("\\n{word}\\n" + {said}).encode())
+"""
+
+
+class Case(NamedTuple):
+    """One test: what the program reads and should print, or code that runs behind it, and what a function should return."""
+
+    given: str = ""
+    expected: str = ""
+    code: str | None = None
+    returns: Any = None
+    is_call: bool = False
+
+
+@dataclass(frozen=True)
+class Code:
+    """The share of a row's tests that the program in the completion passes, or 1 for all of them and 0 otherwise."""
+
+    column: str = "tests"
+    score: str = "share"
+    fenced: bool = True  # the program is the last block between ``` marks; else the whole completion
+    timeout_s: float = 5.0
+    total_s: float = 60.0
+    memory_mb: int = 512
+    max_tests: int | None = None
+    _sandbox: list[Sandbox] = field(default_factory=list, init=False, repr=False, compare=False)
+    concurrency: ClassVar[None] = None  # as many at once as the recipe has workers
+
+    def __post_init__(self) -> None:
+        one_of("score", self.score, ("share", "all"))
+        if not isinstance(self.column, str) or not isinstance(self.fenced, bool):
+            raise ValueError("column is text, and fenced is true or false")
+        number("timeout_s", self.timeout_s, 0.01, 86400)
+        number("total_s", self.total_s, 0.01, 86400)
+        number("memory_mb", self.memory_mb, 16, 2**20, whole=True)
+        if self.max_tests is not None:
+            number("max_tests", self.max_tests, 1, 10**6, whole=True)
+
+    @property
+    def longest_s(self) -> float:
+        """It limits itself: a program without end is a wrong one, not a reward that failed."""
+        return self.total_s + _SLACK_S
+
+    def prepare(self, around: Surroundings) -> None:
+        """C001 if code cannot be limited on this machine."""
+        limits = Limits(timeout_s=self.timeout_s, memory_mb=self.memory_mb, output_chars=_OUTPUT_CHARS)
+        sandbox = Sandbox(limits, "reward 'code'")
+        sandbox.check()
+        self._sandbox.append(sandbox)
+
+    def check_row(self, row: dict[str, Any]) -> None:
+        """ValueError if the row has no tests that can be run."""
+        cases_of(row, self.column)
+
+    async def __call__(self, prompt: str, completion: str, row: dict[str, Any]) -> Measured:
+        cases = cases_of(row, self.column)[: self.max_tests]
+        program = program_of(completion) if self.fenced else completion
+        if program is None:
+            return Measured(0.0, {"no_program": 1.0, "timeouts": 0.0})
+        until, passed, late = time.monotonic() + self.total_s, 0, False
+        for case in cases:
+            left = until - time.monotonic()
+            try:
+                held = await asyncio.wait_for(self._holds(program, case), left) if left > 0 else None
+            except asyncio.TimeoutError:  # noqa: UP041  # of the whole, not of this test
+                held = None
+            passed += held is True
+            late = held is None
+            # What ran out of time once would do so again; and of all tests one that fails decides.
+            if late or (self.score == "all" and not held):
+                break
+        value = passed / len(cases) if self.score == "share" else float(passed == len(cases))
+        return Measured(value, {"no_program": 0.0, "timeouts": float(late)})
+
+    async def _holds(self, program: str, case: Case) -> bool | None:
+        """Whether the program passes; None if it ran out of time."""
+        (sandbox,) = self._sandbox[:1]
+        if case.code is None:
+            ran = await sandbox.run(program, Script(case.given.encode(errors="replace")))
+            said = ran.output.decode("utf-8", "replace")
+            good = ran.status == 0 and not ran.left_out and _lines(said) == _lines(case.expected)
+        else:
+            word = secrets.token_hex(16)
+            end = _END.format(word=word, said="_said" if case.is_call else "''")
+            source = f"{program}\n{case.code}\n{end}"
+            ran = await sandbox.run(source, Script(module="program"))
+            _, mark, said = ran.output.decode("utf-8", "replace").rpartition(f"\n{word}\n")
+            good = ran.status == 0 and bool(mark)
+            good = good and (_is_returned(said, case.returns) if case.is_call else not said)
+        is_late = ran.ended is not None and ran.ended.startswith("stopped: it took")
+        return None if is_late else good
+
+
+def program_of(completion: str) -> str | None:
+    """The last block of Python between ``` marks; None if there is none."""
+    blocks = [text for language, text in _BLOCK.findall(completion) if language.strip().lower() in _LANGUAGES]
+    return blocks[-1] if blocks else None
+
+
+def cases_of(row: dict[str, Any], column: str) -> list[Case]:
+    """The row's tests; ValueError if there are none.
+
+    They are code, or a list of pieces of code; a list of {"input", "output"}; or {"inputs": [...], "outputs": [...]},
+    with "fn_name" if a function is to be called. All this also as JSON in text, or under "test_cases".
+    """
+    if column not in row:
+        raise ValueError(f"the row has no {column!r}")
+    found = row[column]
+    if isinstance(found, str) and found.lstrip()[:1] in ("{", "["):
+        try:
+            found = json.loads(found)
+        except ValueError as error:
+            raise ValueError(f"the row's {column!r} is not valid JSON: {error}") from error
+    if isinstance(found, dict) and "test_cases" in found:
+        found = found["test_cases"]
+    if isinstance(found, dict) and "inputs" in found and "outputs" in found:
+        inputs, outputs, name = found["inputs"], found["outputs"], found.get("fn_name")
+        if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
+            raise ValueError(f"the row's {column!r} has not as many 'outputs' as 'inputs'")
+        found = [{"input": a, "output": b, "fn_name": name} for a, b in zip(inputs, outputs, strict=True)]
+    cases = [_case(each, column) for each in (found if isinstance(found, list) else [found])]
+    if not cases:
+        raise ValueError(f"the row's {column!r} is empty")
+    return cases
+
+
+def _case(given: Any, column: str) -> Case:
+    if isinstance(given, str) and given.strip():
+        return Case(code=given)
+    if isinstance(given, dict) and "input" in given and "output" in given:
+        if (name := given.get("fn_name")) is not None:
+            if not isinstance(given["input"], list):
+                raise ValueError(
+                    f"the row's {column!r} has 'fn_name', and an 'input' that is no list of arguments"
+                )
+            call = _CALL.format(name=str(name), given=json.dumps(given["input"]))
+            return Case(code=call, returns=given["output"], is_call=True)
+        return Case(_text(given["input"]), _text(given["output"]))
+    raise ValueError(f"the row's {column!r} holds {type(given).__name__}; expected code or input and output")
+
+
+def _is_returned(said: str, expected: Any) -> bool:
+    """Whether JSON of the program's is what is expected; some data sets have each output in a list."""
+    try:
+        found, expected = json.loads(said), json.loads(json.dumps(expected))
+        return bool(found == expected or [found] == expected)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _text(value: Any) -> str:
+    return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _lines(text: str) -> list[str]:
+    """Without space at the ends of lines and empty lines at the end."""
+    return [line.rstrip() for line in text.rstrip().splitlines()]
