@@ -2,54 +2,88 @@
 
 from __future__ import annotations
 
-import codecs
 import contextlib
+import glob
+import gzip
 import itertools
 import os
 import pickle
 import re
-from collections.abc import Iterable, Iterator
+import zlib
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar, cast
 
-from shardproof.errors import ShardproofError, did_you_mean, fail
-from shardproof.foreign import open_foreign, parse_json
+from shardproof.errors import did_you_mean
+from shardproof.foreign import open_foreign
+from shardproof.rl.sources.text_files import Place, read_json, read_lines, read_table, unusable
 
 T = TypeVar("T")
-Row = dict[str, Any]
-Place = tuple[str, Row]  # where a row came from, in words, and the row
 
 # hf:name[:config][:split]; a split may be a slice with a colon of its own, as in train[:100].
 _HUB_SOURCE = re.compile(r"hf:([^:]+)(?::([^:\[]+)(?=:))?(?::([^:\[]+(?:\[.*\])?))?")
+_KNOWN = ".jsonl, .json, .csv, .tsv or .parquet"
+_GLOB = re.compile(r"[*?\[]")
 
 
 def read_rows(source: str) -> Iterable[Place]:
-    """Each row of a file or a hub data set with its place; what cannot be read raises C005 with the place."""
+    """Each row of files or of a hub data set with its place; what cannot be read raises C005 with the place."""
     if source.startswith("hf:"):
         return _read_hub(source)
+    return itertools.chain.from_iterable(map(_read_file, files_of(source)))
+
+
+def files_of(source: str) -> list[Path]:
+    """The files that a local source names, in the order of their names: itself, a folder's, or those of a pattern."""
     path = Path(source)
+    # Of os.path, which says False of what can be no path or may not be looked at; pathlib's raise.
+    if os.path.isdir(path):
+        found = sorted(each for each in path.iterdir() if _reader_of(each) is not None and each.is_file())
+        if not found:
+            raise unusable(f"{path} is a folder without a {_KNOWN} file.")
+        return found
+    if not os.path.exists(path) and _GLOB.search(source):
+        found = sorted(Path(each) for each in glob.glob(source, recursive=True) if os.path.isfile(each))
+        if not found:
+            raise unusable(f"no file matches {source!r}.", "correct the pattern; quote it in a shell")
+        return found
     _require_file(path)
-    if path.suffix in (".jsonl", ".json"):
-        return _read_lines(path)
-    if path.suffix == ".parquet":
-        return _read_parquet(path)
-    message = f"{path} is not a .jsonl, .json or .parquet file, and not hf:name[:config][:split] or environment:SPLIT."
-    raise unusable(message, fix="convert it to JSONL, one object per line; see docs/own-data.md")
+    return [path]
 
 
-def _read_lines(path: Path) -> Iterator[Place]:
-    # In bytes: text mode reports an undecodable byte by its offset in a buffer, not by its line.
+def _read_file(path: Path) -> Iterator[Place]:
+    reader = _reader_of(path)
+    if reader is None:
+        message = f"{path} is not a {_KNOWN} file, and not hf:name[:config][:split] or environment:SPLIT."
+        raise unusable(message, fix="convert it to JSONL, one object per line; see docs/own-data.md")
+    if path.suffix == ".gz":
+        with open_foreign(path, "data", code="C005") as packed, gzip.GzipFile(fileobj=packed) as file:
+            yield from _unpacked(reader(cast(IO[bytes], file), path), path)
+        return
     with open_foreign(path, "data", code="C005") as file:
-        for place, line in _numbered(file, f"{path}:"):
-            text = line.removeprefix(codecs.BOM_UTF8).strip()
-            if not text:
-                continue
-            if text.startswith(b"["):
-                raise unusable(f"{place} begins an array. Expected one object per line, not an array.")
-            row = parse_json(text, place, "data", code="C005")
-            if not isinstance(row, dict):
-                raise unusable(f"{place} is a JSON {type(row).__name__}, expected one object per line.")
-            yield place, row
+        yield from reader(file, path)
+
+
+def _unpacked(rows: Iterator[Place], path: Path) -> Iterator[Place]:
+    try:
+        yield from rows
+    except (OSError, EOFError, zlib.error) as error:
+        raise unusable(f"{path} cannot be unpacked: {error}.") from error
+
+
+def _reader_of(path: Path) -> Callable[[IO[bytes], Path], Iterator[Place]] | None:
+    suffixes = path.suffixes[-2:] if path.suffix == ".gz" else path.suffixes[-1:]
+    if path.name.startswith("."):
+        return None
+    readers: dict[str, Callable[[IO[bytes], Path], Iterator[Place]]] = {
+        ".jsonl": read_lines,
+        ".json": read_json,
+        ".csv": read_table,
+        ".tsv": read_table,
+    }
+    if suffixes == [".parquet"]:
+        return _read_parquet
+    return readers.get(suffixes[0]) if suffixes else None
 
 
 def _numbered(items: Iterable[T], prefix: str) -> Iterator[tuple[str, T]]:
@@ -66,17 +100,16 @@ def _numbered(items: Iterable[T], prefix: str) -> Iterator[tuple[str, T]]:
         yield place, item
 
 
-def _read_parquet(path: Path) -> Iterator[Place]:
+def _read_parquet(file: IO[bytes], path: Path) -> Iterator[Place]:
     try:
         import pyarrow.parquet
     except ImportError as error:
         fix = "pip install pyarrow, or convert the file to .jsonl"
         raise unusable(f"{path}: reading Parquet needs pyarrow, which is not installed.", fix) from error
-    with open_foreign(path, "data", code="C005") as file:
-        try:
-            rows = pyarrow.parquet.read_table(file).to_pylist()
-        except Exception as error:  # Arrow's own types, and Python's for values that it has no room for
-            raise unusable(f"{path} cannot be read as Parquet: {type(error).__name__}: {error}.") from error
+    try:
+        rows = pyarrow.parquet.read_table(file).to_pylist()
+    except Exception as error:  # Arrow's own types, and Python's for values that it has no room for
+        raise unusable(f"{path} cannot be read as Parquet: {type(error).__name__}: {error}.") from error
     yield from _numbered(rows, f"{path}, row ")
 
 
@@ -93,7 +126,7 @@ def _read_hub(source: str) -> Iterator[Place]:
             f"{source}: hub data sets need the package datasets, which is not installed.", fix
         ) from error
     try:
-        dataset = datasets.load_dataset(name, config, split=split)
+        dataset: Any = datasets.load_dataset(name, config, split=split)
     except Exception as error:
         # The library raises dozens of types, its own and those of its storage; offline is one of them.
         fix = "check the name, the config and the split, and that this machine reaches the hub or has it in its cache"
@@ -108,9 +141,6 @@ def _read_hub(source: str) -> Iterator[Place]:
 
 def _require_file(path: Path) -> None:
     """Raise with the nearest name if there is no such file; what cannot be read is found when it is opened."""
-    # Of os.path, which says False of what can be no path or may not be looked at; pathlib's raise.
-    if os.path.isdir(path):
-        raise unusable(f"{path} is a folder, expected a file.")
     if os.path.exists(path):
         return
     siblings: list[str] = []
@@ -118,8 +148,3 @@ def _require_file(path: Path) -> None:
         siblings = os.listdir(path.parent)
     fix = "correct the path: it is looked up in the recipe's folder first, then in the working directory"
     raise unusable(f"{path} does not exist.{did_you_mean(path.name, siblings)}", fix)
-
-
-def unusable(message: str, fix: str | None = None) -> ShardproofError:
-    """The error for data that no run can use."""
-    return fail("C005", "data", message, fix=fix)

@@ -1,0 +1,237 @@
+"""A recipe's rows, from all of its sources, and the prompts that are made of them."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from shardproof.config.evaluation_sets import HeldOut
+from shardproof.config.schema import Recipe
+from shardproof.environments.pool import EnvironmentPool
+from shardproof.foreign import without_nulls
+from shardproof.rl.conversations.conversation import Rules
+from shardproof.rl.conversations.prepare import SOURCE, rows_of
+from shardproof.rl.data import Prompt
+from shardproof.rl.rewards.from_recipe import specs_of
+from shardproof.rl.sources.encoding import encode_prompts, require_lengths
+from shardproof.rl.sources.given import encode_given, given_kind, limited
+from shardproof.rl.sources.rendering import Rendering
+from shardproof.rl.sources.rows import Columns, Rows, read_columns
+from shardproof.rl.sources.text_files import unusable
+from shardproof.rollout.sampling import check_overrides
+
+logger = logging.getLogger(__name__)
+SAMPLING_COLUMN = "sampling"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the model has room for."""
+
+    context: int | None  # tokens of a sequence; None: any number
+    max_new_tokens: int  # that may follow a prompt
+    vocabulary: int | None = None  # tokens that the model has
+
+
+@dataclass
+class Reading:
+    """Rows of one kind, to train on or of a held-out set, on their way to prompts."""
+
+    key: str  # of the recipe, that names the source
+    rows: Rows
+    prompt_column: str
+    sources: list[str] = field(default_factory=list)  # the name of each row's source, where there are several
+    dropped: Counter[str] = field(default_factory=Counter)  # rows that are left out, by why
+    num_read: int = 0
+
+    def __post_init__(self) -> None:
+        self.num_read = len(self.rows) + sum(self.dropped.values())
+
+    @property
+    def has_messages(self) -> bool:
+        return any(isinstance(row.get(self.prompt_column), list) for row in self.rows)
+
+    @property
+    def described(self) -> str:
+        """What is left out, in words; empty if nothing is."""
+        reasons = ", ".join(f"{num} {why}" for why, num in self.dropped.items())
+        num = sum(self.dropped.values())
+        return f"{self.key}: left out {num} of {self.num_read} rows: {reasons}" if num else ""
+
+
+def read_training(recipe: Recipe, environment: EnvironmentPool | None) -> Reading:
+    """The rows to train on, of all sources one after the other; raises if some row cannot be used."""
+    data, found, names = recipe.data, Rows([]), []
+    dropped: Counter[str] = Counter()
+    for each in data.sources:
+        own_column = each.prompt_column not in (None, data.prompt_column)
+        columns = _columns(
+            recipe,
+            prompt=each.prompt_column or data.prompt_column,
+            answer=each.answer_column or data.answer_column,
+            prompt_under=data.prompt_column if own_column else None,
+            source=each.name,
+            environment=environment,
+        )
+        if _is_given(recipe):
+            columns = replace(columns, rewards=())  # completions that are given are not scored
+        rows = _read(each.source, columns, environment)
+        found += rows
+        found.places += rows.places
+        names += [each.name] * len(rows)
+        dropped += rows.dropped
+    return Reading("data.train", found, data.prompt_column, names, dropped)
+
+
+def read_held_out(recipe: Recipe, held_out: HeldOut, environment: EnvironmentPool | None) -> Reading:
+    """The rows of a held-out set; raises if some row cannot be used."""
+    data, own = recipe.data, held_out.prompt_column
+    columns = _columns(
+        recipe,
+        prompt=own,
+        answer=held_out.answer_column,
+        prompt_under=data.prompt_column if own != data.prompt_column else None,
+        environment=environment,
+    )
+    rows = _read(held_out.source, columns, environment)
+    return Reading(held_out.key, rows, data.prompt_column, dropped=rows.dropped)
+
+
+def _columns(
+    recipe: Recipe,
+    *,
+    prompt: str,
+    answer: str | None,
+    environment: EnvironmentPool | None,
+    prompt_under: str | None = None,
+    source: str = "",
+) -> Columns:
+    # Given completions need no answer, unless held-out ones are sampled and scored.
+    rewards = specs_of(recipe)
+    return Columns(
+        prompt,
+        answer if recipe.reward is not None else None,
+        rewards,
+        needs_prompt=environment is None and _needs_prompt(recipe),
+        drops_unanswered=recipe.data.no_answer == "drop",
+        prompt_under=prompt_under,
+        source=source,
+    )
+
+
+def _read(source: str, columns: Columns, environment: EnvironmentPool | None) -> Rows:
+    return read_columns(source, columns, rows_of(environment, source) if source.startswith(SOURCE) else None)
+
+
+def _is_given(recipe: Recipe) -> bool:
+    return bool(given_kind(recipe))
+
+
+def _needs_prompt(recipe: Recipe) -> bool:
+    """Whether a row needs a prompt of its own: pairs may have it in their completions, and conversations are whole."""
+    return given_kind(recipe) != "pairs" and recipe.data.messages_column is None
+
+
+def encode(
+    recipe: Recipe, reading: Reading, tokenizer: Any, rules: Rules | None, limits: Limits
+) -> list[Prompt]:
+    """The prompts of rows; those that are too long are refused, or left out and counted in `reading`, as the recipe says."""
+    data, tools = recipe.data, rules.tools if rules is not None else ()
+    chat = data.chat or (rules is not None and rules.is_templated)
+    drops = data.too_long == "drop"
+    longest = None if drops else data.max_prompt_tokens
+    if _is_given(recipe):
+        prompts = encode_given(recipe, reading.rows, tokenizer, reading.prompt_column)
+        require_lengths(reading.rows.places, [p.text for p in prompts], [p.tokens for p in prompts], longest)
+    else:
+        prompts = encode_prompts(
+            reading.rows, tokenizer, reading.prompt_column, chat, longest, tools, Rendering.of(recipe)
+        )
+    prompts = [
+        _with_sampling(recipe, *each, limits) for each in zip(prompts, reading.rows.places, strict=True)
+    ]
+    if reading.sources:
+        prompts = [
+            replace(prompt, source=name) for prompt, name in zip(prompts, reading.sources, strict=True)
+        ]
+    if _is_given(recipe):
+        prompts, dropped = limited(recipe, prompts)
+        reading.dropped.update(dropped)
+    if drops:
+        prompts = _without_long(recipe, reading, prompts, limits)
+    if not prompts:
+        raise unusable(
+            f"{reading.described}: none is left.", "raise the limits of lengths, or use other rows"
+        )
+    _require_room(recipe, prompts, limits)
+    return prompts
+
+
+def _with_sampling(recipe: Recipe, prompt: Prompt, place: str, limits: Limits) -> Prompt:
+    """The prompt with its row's own settings of sampling, where the recipe allows them."""
+    allowed, given = recipe.rollout.row_overrides, prompt.row.get(SAMPLING_COLUMN)
+    if not allowed or given is None:
+        return prompt
+    problem = check_overrides(given, allowed, limits.max_new_tokens, limits.vocabulary)
+    if problem is not None:
+        raise unusable(f"{place}: column {SAMPLING_COLUMN!r}: {problem}.", "repair the row")
+    return replace(prompt, sampling=without_nulls(given) or None)
+
+
+def _following(recipe: Recipe, prompt: Prompt, limits: Limits) -> int:
+    """How many tokens may follow a prompt."""
+    samples = recipe.reward is not None or recipe.environment is not None
+    sampled = (prompt.sampling or {}).get("max_new_tokens", limits.max_new_tokens) if samples else 0
+    return max(len(prompt.completion), len(prompt.rejected), sampled)
+
+
+def _without_long(recipe: Recipe, reading: Reading, prompts: list[Prompt], limits: Limits) -> list[Prompt]:
+    longest, kept = recipe.data.max_prompt_tokens, []
+    for prompt in prompts:
+        num = len(prompt.tokens)
+        if longest is not None and num > longest:
+            reading.dropped[f"longer than data.max_prompt_tokens={longest}"] += 1
+        elif limits.context is not None and num + _following(recipe, prompt, limits) > limits.context:
+            reading.dropped[f"too long for {limits.context} positions"] += 1
+        else:
+            kept.append(prompt)
+    return kept
+
+
+def _require_room(recipe: Recipe, prompts: Sequence[Prompt], limits: Limits) -> None:
+    """Raise if some prompt and what follows it are longer than the model's context, or than a conversation may be."""
+    limit = limits.context
+    if limit is None:
+        return
+    longest = max(prompts, key=lambda prompt: len(prompt.tokens) + _following(recipe, prompt, limits))
+    num, following = len(longest.tokens), _following(recipe, longest, limits)
+    if num + following > limit:
+        sampled = limits.max_new_tokens
+        key = "rollout.max_new_tokens" if sampled == recipe.rollout.max_new_tokens else "max_new_tokens"
+        what = f"{key}={sampled}" if following == sampled else f"a completion of {following}"
+        where = f"the model's {limit} positions"
+        if recipe.environment is not None and limit == recipe.environment.max_tokens:
+            where = f"environment.max_tokens={limit}"
+        message = f"a prompt of {num} tokens with {what} does not fit {where}: {longest.text[:60]!r}."
+        fix = 'set data.too_long="drop", or lower rollout.max_new_tokens'
+        raise unusable(message, fix)
+
+
+def say_dropped(readings: Sequence[Reading]) -> None:
+    """Say in the log which rows are left out."""
+    for each in readings:
+        if each.described:
+            logger.info("%s", each.described)
+
+
+def dropped_of(readings: Sequence[Reading]) -> dict[str, dict[str, int]]:
+    """{key: {why: number of rows}} of what is left out."""
+    return {each.key: dict(each.dropped) for each in readings if each.dropped}
+
+
+def sizes_of(prompts: Sequence[Prompt]) -> Mapping[str, int]:
+    """How many prompts each source has, in the order of the sources; one without a name if there are not several."""
+    return dict(Counter(prompt.source for prompt in prompts))

@@ -1,0 +1,215 @@
+"""What a recipe's data are, in numbers, and what the model sees of some rows, token by token. All of it is JSON-able."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from shardproof.config.evaluation_sets import held_out_sets
+from shardproof.config.schema import Recipe
+from shardproof.model.families import max_positions
+from shardproof.rl.checks import Inputs
+from shardproof.rl.data import Prompt
+from shardproof.rl.sources.pass_rates import key_of
+from shardproof.rl.sources.streams import make_stream
+from shardproof.rl.templates import panics_as_errors
+
+TRAIN, EVALUATION = "train", "evaluation"
+# Byte-level tokenizers write a byte as the character of its number, or as a further one if that cannot be seen.
+_SEEN = [*range(33, 127), *range(161, 173), *range(174, 256)]
+_UNSEEN = [byte for byte in range(256) if byte not in _SEEN]
+_BYTES = {chr(n): n for n in _SEEN} | {chr(256 + k): n for k, n in enumerate(_UNSEEN)}
+_BINS = 8
+_EXAMPLES = 3  # prompts that stand in two sets
+_LOOKED_AHEAD = 2048  # prompts whose sources are counted
+
+
+def summarise(recipe: Recipe, inputs: Inputs, split: str, num_rows: int) -> dict[str, Any]:
+    """The facts of all sets, and the first rows of one: of the training set, those that the run draws first."""
+    sets = sets_of(inputs)
+    followed = {_label(each.name): each.max_new_tokens for each in held_out_sets(recipe)}
+    followed[TRAIN] = recipe.rollout.max_new_tokens
+    limit = max_positions(inputs.config) if inputs.rules is None else inputs.rules.max_tokens
+    keys = {_label(each.name): each.key for each in held_out_sets(recipe)}
+    keys[TRAIN] = "data.train"
+    order = list(range(min(num_rows, len(sets[split]))))
+    if split == TRAIN and num_rows:
+        stream = make_stream(recipe, inputs.prompts, inputs.sources, inputs.rates)
+        order = stream.take(min(num_rows, len(inputs.prompts)))
+    show = token_shower(inputs.tokenizer)
+    return {
+        "model": recipe.model.path,
+        "algorithm": recipe.algorithm.name,
+        "samples": _samples(recipe),
+        "max_new_tokens": followed[split],
+        "context": limit,
+        "stop_tokens": [show(token) for token in inputs.stop_ids],
+        "sets": {
+            name: {
+                "rows": len(prompts),
+                "dropped": dict(inputs.dropped.get(keys[name], {})),
+                **_facts(prompts),
+                "longest": max(_length(each, followed[name] if _samples(recipe) else 0) for each in prompts),
+            }
+            for name, prompts in sets.items()
+        },
+        "sources": _sources(recipe, inputs),
+        "shared": _shared(sets),
+        "split": split,
+        "shown": [row_shown(sets[split][number], show, recipe) for number in order],
+    }
+
+
+def sets_of(inputs: Inputs) -> dict[str, Sequence[Prompt]]:
+    """All sets by name: to train on, `data.evaluation`, and those of `evaluation.sets`."""
+    held_out = {_label(name): prompts for name, prompts in inputs.held_out.items()}
+    return {TRAIN: inputs.prompts, **held_out}
+
+
+def _label(name: str) -> str:
+    """What a held-out set is called here: by its name, or as its metrics begin if that is what another set is called."""
+    return f"eval/{name}" if name in (TRAIN, EVALUATION) else name or EVALUATION
+
+
+def _samples(recipe: Recipe) -> bool:
+    return recipe.reward is not None or recipe.environment is not None
+
+
+def _length(prompt: Prompt, sampled: int) -> int:
+    return len(prompt.tokens) + max(len(prompt.completion), len(prompt.rejected), sampled)
+
+
+def _facts(prompts: Sequence[Prompt]) -> dict[str, Any]:
+    lengths = [len(prompt.tokens) for prompt in prompts]
+    facts: dict[str, Any] = {
+        "duplicates": len(prompts)
+        - len({(key_of(each), each.completion, each.rejected) for each in prompts}),
+        "prompt_tokens": spread(lengths),
+        "histogram": histogram(lengths),
+    }
+    given = [len(prompt.completion) for prompt in prompts if prompt.completion]
+    if given:
+        facts["completion_tokens"] = spread(given)
+        facts["trained_tokens"] = sum(sum(trained_of(prompt)) for prompt in prompts)
+    return facts
+
+
+def spread(lengths: Sequence[int]) -> dict[str, float]:
+    """The smallest, the middle, the one that 95 of 100 are not above, and the largest."""
+    ordered = sorted(lengths)
+    high = ordered[min(len(ordered) - 1, -(-95 * len(ordered) // 100) - 1)]
+    return {"min": ordered[0], "median": statistics.median(ordered), "p95": high, "max": ordered[-1]}
+
+
+def histogram(lengths: Sequence[int]) -> list[dict[str, int]]:
+    """How many lie in each of a few ranges of the same width."""
+    low, high = min(lengths), max(lengths)
+    width = max(1, -(-(high - low + 1) // _BINS))
+    counts = Counter((length - low) // width for length in lengths)
+    return [
+        {
+            "from": low + number * width,
+            "to": min(low + (number + 1) * width - 1, high),
+            "rows": counts[number],
+        }
+        for number in range((high - low) // width + 1)
+    ]
+
+
+def _sources(recipe: Recipe, inputs: Inputs) -> list[dict[str, Any]]:
+    """The sources to train on, with their part of the prompts that are drawn first."""
+    stream = make_stream(recipe, inputs.prompts, inputs.sources, inputs.rates)
+    bounds, begin = {}, 0
+    for name, num in inputs.sources.items():
+        bounds[name] = range(begin, begin + num)
+        begin += num
+    drawn = stream.take(_LOOKED_AHEAD)
+    return [
+        {
+            "name": each.name,
+            "source": each.source,
+            "weight": each.weight,
+            "rows": inputs.sources.get(each.name, 0),
+            "share": sum(row in bounds.get(each.name, ()) for row in drawn) / len(drawn),
+        }
+        for each in recipe.data.sources
+    ]
+
+
+def _shared(sets: Mapping[str, Sequence[Prompt]]) -> list[dict[str, Any]]:
+    """Prompts of a held-out set that are also trained on."""
+    trained = {prompt.text for prompt in sets[TRAIN] if prompt.text}
+    found = []
+    for name, prompts in sets.items():
+        both = [prompt.text for prompt in prompts if prompt.text in trained] if name != TRAIN else []
+        if both:
+            found.append(
+                {"set": name, "rows": len(both), "examples": [text[:80] for text in both[:_EXAMPLES]]}
+            )
+    return found
+
+
+def token_shower(tokenizer: Any) -> Callable[[int], dict[str, Any]]:
+    """What makes {id, text, special} of a token; that of a part of a letter are its bytes, such as <C3>."""
+    special = set(tokenizer.all_special_ids)
+    special |= {k for k, v in getattr(tokenizer, "added_tokens_decoder", {}).items() if v.special}
+    known: dict[int, dict[str, Any]] = {}
+
+    def show(token: int) -> dict[str, Any]:
+        if token not in known:
+            with panics_as_errors():
+                text = str(tokenizer.decode([token], skip_special_tokens=False))
+                if "\ufffd" in text or not text:
+                    text = _bytes_in(str(tokenizer.convert_ids_to_tokens(token)))
+            known[token] = {"id": int(token), "text": text, "special": token in special}
+        return known[token]
+
+    return show
+
+
+def _bytes_in(name: str) -> str:
+    """The bytes that a byte-level tokenizer's name for a token stands for; the name itself if it is of another kind."""
+    try:
+        return "".join(f"<{_BYTES[letter]:02X}>" for letter in name)
+    except KeyError:
+        return name
+
+
+def trained_of(prompt: Prompt) -> list[int]:
+    """1 for each token of a prompt and its completion that is trained on, 0 for the others."""
+    if prompt.trained:
+        return list(prompt.trained)
+    return [0] * len(prompt.tokens) + [1] * len(prompt.completion)
+
+
+def row_shown(prompt: Prompt, show: Callable[[int], dict[str, Any]], recipe: Recipe) -> dict[str, Any]:
+    """What the model sees of a row: its sequences token by token, and what the row says besides."""
+    found: dict[str, Any] = {
+        "row": prompt.number,
+        "text": prompt.text,
+        "sequences": list(_sequences(prompt, show)),
+    }
+    for name in ("source", "sampling", "template"):
+        if value := getattr(prompt, name):
+            found[name] = value
+    if prompt.row.get("answer") is not None and recipe.reward is not None:
+        found["answer"] = str(prompt.row["answer"])
+    return found
+
+
+def _sequences(prompt: Prompt, show: Callable[[int], dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    if not prompt.rejected:
+        yield _sequence("", prompt.tokens + prompt.completion, trained_of(prompt), show)
+        return
+    for name, tokens in (("chosen", prompt.completion), ("rejected", prompt.rejected)):
+        mask = [0] * len(prompt.tokens) + [1] * len(tokens)
+        yield _sequence(name, prompt.tokens + tokens, mask, show)
+
+
+def _sequence(
+    name: str, tokens: Sequence[int], mask: Sequence[int], show: Callable[[int], dict[str, Any]]
+) -> dict[str, Any]:
+    shown = [{**show(token), "trained": bool(flag)} for token, flag in zip(tokens, mask, strict=True)]
+    return {"name": name, "tokens": shown}
