@@ -17,6 +17,7 @@ _EXPORTS = {
     "RandomInit": "shardproof.weights.source",
     "logprobs": "shardproof.train.score",
     "values": "shardproof.train.score",
+    "scores": "shardproof.train.score",
     "Batch": "shardproof.train.batching",
     "weigh": "shardproof.train.batching",
     "Trainer": "shardproof.train.trainer",
@@ -30,7 +31,7 @@ _EXPORTS = {
     "SharedWeights": "shardproof.export.shared",
     "WeightStream": "shardproof.export.stream",
     "make_optimizer": "shardproof.train.optim",
-    "make_schedule": "shardproof.train.optim",
+    "make_schedule": "shardproof.train.schedules",
     "make_mesh": "shardproof.dist.mesh",
     "init_distributed": "shardproof.dist.launch",
     "deadline": "shardproof.dist.deadline",
@@ -88,8 +89,9 @@ if TYPE_CHECKING:
     from shardproof.shard.sharded_model import LoadReceipt, ShardedModel
     from shardproof.train.batching import Batch, weigh
     from shardproof.train.loss import Loss
-    from shardproof.train.optim import make_optimizer, make_schedule
-    from shardproof.train.score import logprobs, values
+    from shardproof.train.optim import make_optimizer
+    from shardproof.train.schedules import make_schedule
+    from shardproof.train.score import logprobs, scores, values
     from shardproof.train.trainer import StepResult, Trainer, train_step
     from shardproof.weights.source import RandomInit
 

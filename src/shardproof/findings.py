@@ -66,6 +66,7 @@ CODES: dict[str, tuple[str, str]] = {
     "E407": ("a checkpoint cannot be resumed", "resume from a complete checkpoint of this model"),
     "E408": ("a checkpoint could not be written", "free disk space or correct the folder's permissions; the previous checkpoint is untouched"),
     "E409": ("a checkpoint tries to run code", "do not use this checkpoint"),
+    "E410": ("the frozen base under the adapters changed", "resume from the last checkpoint; nothing may write to the base's weights"),
     "R500": ("a rank raised an unexpected error during generation", "read the error of the named rank"),
     "R501": ("the engine has no weights, or weights that are too old", "call load_weights before generate"),
     "R502": ("the engine did not receive all weights", "send them again; the message names the tensor"),
@@ -82,6 +83,8 @@ CODES: dict[str, tuple[str, str]] = {
     "R511": ("recorded experts do not belong to the tokens that are trained on", "do not train on this batch; the message names trajectory, layer and token"),
     "R512": ("engine and trainer compute different log-probs in exact mode",
              "resume from the last checkpoint; if it happens again, set rollout.exact=false and report the model's config"),
+    "R513": ("the teacher has another vocabulary than the policy", "use a teacher that has the policy's tokenizer"),
+    "R514": ("the teacher's server stopped, timed out or refused a request", "read the server's log; raise teacher.timeout_s or teacher.retries if it was only slow"),
 }  # fmt: skip
 
 

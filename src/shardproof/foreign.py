@@ -6,6 +6,7 @@ import codecs
 import json
 import os
 import stat
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -85,6 +86,11 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         keys = [key for key, _ in pairs]
         raise ValueError(f"an object has the key {max(keys, key=keys.count)!r} twice")
     return found
+
+
+def without_nulls(given: Mapping[str, Any]) -> dict[str, Any]:
+    """An object without the keys that have no value: a table gives every row the keys that any row has."""
+    return {key: value for key, value in given.items() if value is not None}
 
 
 def is_inside(path: Path, folder: Path) -> bool:

@@ -23,6 +23,7 @@ from shardproof.checkpoints.plain import DTYPES
 from shardproof.errors import fail
 from shardproof.foreign import open_foreign
 from shardproof.shard.local import LocalShard, Part
+from shardproof.shard.optimizer_state import blocks_of
 from shardproof.weights.boxes import Box, first_miscount, overlaps, size_of
 
 INDEX_NAME = "index.json"
@@ -143,11 +144,12 @@ def files_to_read(ranges: Mapping[str, LocalShard], saved: Mapping[str, SavedTen
             beside.setdefault(f"model.{parameter}", []).append(info)
     for name, item in ranges.items():
         for info in [saved[name], *beside.get(name, [])]:
-            for part in item.parts():
+            held = item if info.numel == item.numel else blocks_of(item)
+            for part in held.parts():
                 found |= {
                     chunk.file
                     for chunk in info.overlapping(part.box)
-                    if chunk.file not in found and any(overlaps(item.shape, part.box, chunk.box))
+                    if chunk.file not in found and any(overlaps(held.shape, part.box, chunk.box))
                 }
     return found
 

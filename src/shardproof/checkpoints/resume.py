@@ -40,10 +40,10 @@ from shardproof.checkpoints.saver import saver_of
 from shardproof.checkpoints.spread import fetch, open_part
 from shardproof.dist.collectives import exchange, together
 from shardproof.dist.sharing import Places, one_place
-from shardproof.errors import fail
+from shardproof.errors import error_for, fail
 from shardproof.foreign import parse_json
 from shardproof.shard.local import LocalShard
-from shardproof.shard.optimizer_state import state_specs
+from shardproof.shard.optimizer_state import PerBlock, num_blocks, state_specs
 from shardproof.shard.sharded_model import ShardedModel
 
 
@@ -102,6 +102,8 @@ def resume(
         ranges |= allocate_optimizer(policy, optimizer, {name: info.dtype for name, info in saved.items()})
     with together("resume"), _reading(), torch.no_grad():
         read_ranges(chosen, ranges, saved)
+        if wrong := policy.changed_base("resume"):
+            raise error_for(wrong)  # another base lies under the adapters of the checkpoint
     return restore(policy, optimizer, scheduler, state, keep_settings)
 
 
@@ -217,15 +219,17 @@ def _check_optimizer(
         wanted = everywhere if spec is None else {key for key, dtype in spec.items() if dtype is not None}
         for key in sorted(wanted | kept.get(name, set())):
             info = saved.get(f"optim.{name}.{key}")
-            problem = (
-                "is not there" if info is None else "" if info.numel == sizes[name] else "has another size"
-            )
+            kind = None if spec is None else spec.get(key)
+            per_block = isinstance(kind, PerBlock)
+            size = num_blocks(sizes[name]) if per_block else sizes[name]
+            problem = "is not there" if info is None else "" if info.numel == size else "has another size"
+            dtype = kind.dtype if isinstance(kind, PerBlock) else kind
             fix = None
             if key not in wanted:
                 problem = "is in the checkpoint, but this optimizer has no such state"
-            elif info is not None and spec is not None and info.dtype != spec[key]:
-                problem = f"is {info.dtype} in the checkpoint, and this optimizer keeps it in {spec[key]}"
-                fix = "set optimizer.moments as the run that saved it had it"
+            elif info is not None and spec is not None and info.dtype != dtype:
+                problem = f"is {info.dtype} in the checkpoint, and this optimizer keeps it in {dtype}"
+                fix = "set optimizer.name and optimizer.moments as the run that saved it had them"
             if problem:
                 raise fail(
                     "E407", "resume", f"{label}: 'optim.{name}.{key}' {problem}.", tensor=name, fix=fix

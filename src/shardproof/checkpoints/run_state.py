@@ -16,8 +16,9 @@ from shardproof.checkpoints.plain import from_plain, to_plain
 from shardproof.dist.collectives import gather, together
 from shardproof.errors import fail
 from shardproof.shard.local import LocalShard
-from shardproof.shard.optimizer_state import state_specs
+from shardproof.shard.optimizer_state import PerBlock, StateSpec, blocks_of, state_specs
 from shardproof.shard.sharded_model import ShardedModel
+from shardproof.shard.torch_private import local_tensor
 
 FORMAT = 1  # of a checkpoint; a reader refuses any other
 
@@ -30,17 +31,29 @@ def model_ranges(policy: ShardedModel) -> dict[str, LocalShard]:
     return ranges
 
 
-def optimizer_ranges(policy: ShardedModel, optimizer: torch.optim.Optimizer) -> dict[str, LocalShard]:
-    """This rank's part of the optimizer's per-element state."""
+def optimizer_ranges(
+    policy: ShardedModel, optimizer: torch.optim.Optimizer, *, owned: bool = True
+) -> dict[str, LocalShard]:
+    """This rank's part of the optimizer's per-element and per-block state.
+
+    Ranks that share a block hold the same number for it; with `owned` it is that of the rank with its first element alone.
+    """
     ranges = {}
     shards = {shard.name: shard for shard in policy.local_shards()}
+    specs = state_specs(optimizer)
     for name, param in policy.named_parameters():
         shard = shards[name]
         for key, value in optimizer.state.get(param, {}).items():
-            if _is_elementwise(value, param):
+            if _is_per_block(specs.get(param), key):
+                ranges[f"optim.{name}.{key}"] = blocks_of(shard, value, owned=owned)
+            elif _is_elementwise(value, param):
                 flat = (value.to_local() if isinstance(value, DTensor) else value).view(-1)
                 ranges[f"optim.{name}.{key}"] = replace(shard, flat=flat)
     return ranges
+
+
+def _is_per_block(spec: StateSpec | None, key: str) -> bool:
+    return spec is not None and isinstance(spec.get(key), PerBlock)
 
 
 def _is_elementwise(value: Any, param: torch.Tensor) -> bool:
@@ -68,6 +81,8 @@ def check_optimizer_state(policy: ShardedModel, optimizer: torch.optim.Optimizer
             name = names[id(param)]
             if not isinstance(key, str) or "." in key:
                 raise _unsavable(f"the optimizer's state of {name!r} has the unsupported key {key!r}.", name)
+            if _is_per_block(spec, key):
+                continue
             if not _is_elementwise(value, param) and not _fits_json(value):
                 shape = f", shape {tuple(value.shape)}," if isinstance(value, torch.Tensor) else ""
                 what = f"the optimizer's state {key!r} of {name!r}, a {type(value).__name__}{shape}"
@@ -96,14 +111,21 @@ def allocate_optimizer(
     policy: ShardedModel, optimizer: torch.optim.Optimizer, saved: dict[str, torch.dtype]
 ) -> dict[str, LocalShard]:
     """Memory for the optimizer state that a checkpoint has, registered with the optimizer in place of what it had."""
+    specs, shards = state_specs(optimizer), {shard.name: shard for shard in policy.local_shards()}
     for name, param in policy.named_parameters():
         optimizer.state.pop(param, None)
         prefix = f"optim.{name}."
         if _has_no_state(param):
             continue
         for key in [key for key in saved if key.startswith(prefix) and "." not in key[len(prefix) :]]:
-            optimizer.state[param][key[len(prefix) :]] = torch.zeros_like(param, dtype=saved[key])
-    return optimizer_ranges(policy, optimizer)
+            short = key[len(prefix) :]
+            if _is_per_block(specs.get(param), short):
+                ((first, last),) = blocks_of(shards[name]).boxes[0]
+                made = local_tensor(param).new_zeros(last - first, dtype=saved[key])
+            else:
+                made = torch.zeros_like(param, dtype=saved[key])
+            optimizer.state[param][short] = made
+    return optimizer_ranges(policy, optimizer, owned=False)
 
 
 def _has_no_state(param: torch.Tensor) -> bool:
@@ -233,9 +255,10 @@ def _scalars(policy: ShardedModel, optimizer: torch.optim.Optimizer | None) -> d
 
 
 def _other_state(policy: ShardedModel, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, str, Any]]:
+    specs = state_specs(optimizer)
     for name, param in policy.named_parameters():
         for key, value in optimizer.state.get(param, {}).items():
-            if not _is_elementwise(value, param):
+            if not _is_elementwise(value, param) and not _is_per_block(specs.get(param), key):
                 yield name, key, value
 
 

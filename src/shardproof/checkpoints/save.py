@@ -54,7 +54,7 @@ from shardproof.dist.deadline import deadline
 from shardproof.dist.groups import timeout_of
 from shardproof.dist.shared_folder import check_seen, disk_errors
 from shardproof.dist.sharing import Places, one_place
-from shardproof.errors import ShardproofError, fail
+from shardproof.errors import ShardproofError, error_for, fail
 from shardproof.files import PARTIAL, remove_folder, write_atomic
 from shardproof.folder_lock import FolderLock
 from shardproof.shard.local import LocalShard
@@ -95,6 +95,8 @@ def save_checkpoint(
         if optimizer is not None:
             policy.check_resident("save")
             check_optimizer_state(policy, optimizer)
+        if wrong := policy.changed_base("save"):
+            raise error_for(wrong)
         _check_request(root, extra or {}, number, keep)
     lock, where = FolderLock(root), places or one_place()
     try:

@@ -17,8 +17,10 @@ require_packages()  # before anything that needs them is imported
 
 import typer  # noqa: E402
 
+from shardproof.cli.data import data  # noqa: E402
 from shardproof.cli.demo import demo  # noqa: E402
 from shardproof.cli.explain import explain  # noqa: E402
+from shardproof.cli.import_config import import_config  # noqa: E402
 from shardproof.cli.publish import push, verify  # noqa: E402
 from shardproof.cli.receive import receive  # noqa: E402
 from shardproof.cli.recipes import recipes  # noqa: E402
@@ -31,9 +33,11 @@ from shardproof.text import sanitise_logging  # noqa: E402
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 app.command()(train)
+app.command()(data)
 app.command()(rendezvous)
 app.command()(demo)
 app.command()(recipes)
+app.command("import-config")(import_config)
 app.command()(report)
 app.command()(watch)
 app.command()(verify)

@@ -22,6 +22,7 @@ def dry_run(recipe: Recipe, options: Options, terminal: Terminal) -> None:
     """Show what would start, then everything that would stop it, then the verdict. Nothing is written."""
     from shardproof.dist.start import node_range
     from shardproof.rl.checks import check_inputs, check_model, describe_ahead
+    from shardproof.rl.judge_checks import check_judges
     from shardproof.rl.place import check_content, check_folder
     from shardproof.rl.same_run import Resume
 
@@ -36,9 +37,10 @@ def dry_run(recipe: Recipe, options: Options, terminal: Terminal) -> None:
     try:
         logger.info("reading the data ...")
         inputs = check_inputs(recipe)
-        facts = [f"{len(inputs.prompts)} prompts, {len(inputs.held_out)} held out", *facts]
+        facts = [f"{len(inputs.prompts)} prompts, {sum(map(len, inputs.held_out.values()))} held out", *facts]
         logger.info("comparing the model's files with its config ...")
         check_model(recipe, inputs.config, num_nodes * num_ranks)
+        check_judges(recipe, inputs.tokenizer)
         state = check_folder(recipe, resume)
         check_content(state, recipe, inputs.prompts, inputs.held_out, resume)
     except ShardproofError as error:

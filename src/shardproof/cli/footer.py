@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardproof.folder_lock import claim_is_dead
 from shardproof.report.page import PAGE_NAME, write_report
-from shardproof.report.read import EVENTS_NAME, FACTS_NAME, METRICS_NAME
+from shardproof.report.read import EVENTS_NAME, FACTS_NAME, HEADLINES, METRICS_NAME
 from shardproof.text import duration, printable
 
 if TYPE_CHECKING:
@@ -123,14 +123,16 @@ def _checkpoints(folder: Path) -> list[Path]:
 def _learned(recipe: Recipe) -> str:
     """The first and the last evaluation of the run, in words."""
     found = [line.get("metrics") or {} for line in _read(recipe, METRICS_NAME)]
-    rewards = [row for row in found if isinstance(row.get("eval/reward"), float)]
-    if len(rewards) < 2:
-        return ""
-    first, last = (
-        f"{row['eval/reward']:.3f}" + (f" ± {row['eval/reward_se']:.3f}" if "eval/reward_se" in row else "")
-        for row in (rewards[0], rewards[-1])
-    )
-    return f" Held-out reward: {first} at first, {last} at the end."
+    for name, called in HEADLINES.items():
+        rows = [row for row in found if isinstance(row.get(name), float)]
+        if len(rows) < 2:
+            continue
+        first, last = (
+            f"{row[name]:.3f}" + (f" ± {row[f'{name}_se']:.3f}" if f"{name}_se" in row else "")
+            for row in (rows[0], rows[-1])
+        )
+        return f" Held-out {called}: {first} at first, {last} at the end."
+    return ""
 
 
 def _next_step(status: Any, is_saved: bool) -> str:

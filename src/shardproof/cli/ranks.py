@@ -114,8 +114,12 @@ def run_attached(
     options: Options,
     terminal: Terminal,
     first: Callable[[Recipe, Terminal], None] | None = None,
+    work: Callable[[Recipe], dict[str, float]] | None = None,
 ) -> dict[str, float]:
-    """One rank's run, in a process whose terminal is attached. `first` is called before it, on every rank."""
+    """One rank's run, in a process whose terminal is attached. `first` is called before it, on every rank.
+
+    `work` is done in place of training.
+    """
     # The loop reports each step, with its rewards; the trainer's own line per update would repeat it.
     logging.getLogger("shardproof.train.trainer").setLevel(logging.WARNING)
     logger.info("importing torch and transformers ...")
@@ -136,7 +140,7 @@ def run_attached(
         recipe = from_json(recipe_json)
         if first is not None:
             first(recipe, terminal)
-        return run_recipe(recipe, resume=resume)
+        return run_recipe(recipe, resume=resume) if work is None else work(recipe)
     except Stopped as stop:
         # An exit, not a return: an agent that got a signal too no longer reads what its ranks return.
         raise SystemExit(SIGNALLED + stop.number) from None

@@ -54,13 +54,17 @@ def prompt_lengths(recipe: Recipe) -> tuple[list[int], str]:
     Nothing is downloaded: of a data set in the hub only `data.max_prompt_tokens` is known.
     """
     limit = recipe.data.max_prompt_tokens
-    if not recipe.data.train.startswith("hf:"):
+    if not any(each.source.startswith("hf:") for each in recipe.data.sources):
         try:
             inputs = check_inputs(recipe)
             lengths = sorted(
-                {len(p.tokens) for p in [*inputs.prompts, *inputs.held_out]} | {len(inputs.canary)}
+                {
+                    len(p.tokens)
+                    for p in [*inputs.prompts, *(p for some in inputs.held_out.values() for p in some)]
+                }
+                | {len(inputs.canary)}
             )
-            return lengths, f"the longest of {len(inputs.prompts)} prompts in {recipe.data.train}"
+            return lengths, f"the longest of {len(inputs.prompts)} prompts in {recipe.data.described}"
         except ShardproofError:  # the machine that estimates need not have the data
             pass
     if limit is not None:

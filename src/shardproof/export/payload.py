@@ -17,6 +17,7 @@ from shardproof.model.initial import InitSpec
 from shardproof.model.inventory import TensorInfo
 from shardproof.model.lora import ADAPTER
 from shardproof.shard.local import LocalShard
+from shardproof.shard.packed import as_weight, values_of
 from shardproof.shard.plan import ShardPlan
 from shardproof.shard.sharded_model import ShardedModel
 from shardproof.shard.torch_private import clean_name, copy_all
@@ -49,7 +50,7 @@ class Payload:
         self.infos = {_export_name(info): info for info in policy.inventory.stored if self._belongs(info)}
         self.deltas = find_deltas(policy.model, clean_name) if policy.has_lora and merge_lora else {}
         self.dtypes = {name: _export_dtype(info, policy.plan, dtype) for name, info in self.infos.items()}
-        state = {name: (info.shape, self.dtypes[name]) for name, info in self.infos.items()}
+        state = {name: (info.weight_shape, self.dtypes[name]) for name, info in self.infos.items()}
         if self.adapter_only:
             self.entries = [
                 ExportEntry((name,), {_adapter_name(name): BoxTensor.of_source(name, *state[name])})
@@ -60,7 +61,11 @@ class Payload:
 
     def refresh(self) -> None:
         """Look up where the shards lie now: offloading moves them between exports."""
-        self.shards = {shard.name: shard for shard in self.policy.local_shards()}
+        packed = self.policy.plan.packed
+        self.shards = {
+            shard.name: as_weight(shard, packed[shard.name]) if shard.name in packed else shard
+            for shard in self.policy.local_shards()
+        }
         self.buffers = self.policy.persistent_buffers()
 
     def _belongs(self, info: TensorInfo) -> bool:
@@ -73,9 +78,10 @@ class Payload:
         """
         mine = [shard.flat_range or shard.boxes for shard in self.shards.values()]
         with together("export") as message:
-            moved = _moved(self.policy) if self.policy.offloaded is None else []
-            if moved:
-                raise error_for(moved)
+            wrong = _moved(self.policy) if self.policy.offloaded is None else []
+            wrong = wrong or self.policy.changed_base("export")
+            if wrong:
+                raise error_for(wrong)
             message.mine = self._known is not None and self._known[0] == mine
         if self._known is None or not all(message.rows):
             self._known = mine, self._find_layout()
@@ -116,6 +122,8 @@ class Payload:
         info = self.infos[name]
         shard = self.shards[info.name]
         values = shard.flat.to(self.policy.device, non_blocking=True)
+        if info.packed is not None:  # rounded as the trainer computes with it
+            values = values_of(values, info.packed, self.policy.settings.compute_dtype)
         delta = self.deltas.get(info.name)
         if delta is not None and values.numel():
             values = _merged(shard, values, delta, adapters[delta.a], adapters[delta.b])

@@ -13,7 +13,7 @@ from shardproof.export.gather import Gatherer
 from shardproof.export.payload import Layout, Payload, first_not_finite
 from shardproof.export.stream import WeightStream, agree_to_continue, make_tensors
 from shardproof.shard.local import LocalShard
-from shardproof.weights.boxes import copy_overlap, enclosing_range, put_held
+from shardproof.weights.boxes import copy_overlap, enclosing_range, put_held, size_of
 from shardproof.weights.mapping import Cut, ExportEntry
 
 Target = Callable[[str], torch.Tensor]  # the flat elements of a tensor, by its name
@@ -111,7 +111,8 @@ def _held_places(payload: Payload, source: str) -> LocalShard:
         shard = shard if mesh.get_local_rank(mesh.ndim - 1) == 0 else shard.empty()
     else:
         shard = payload.shards[info.name]
-    return replace(shard, flat=torch.ones(1, dtype=torch.bool).expand(shard.flat.numel()))
+    num = sum(map(size_of, shard.boxes))
+    return replace(shard, flat=torch.ones(1, dtype=torch.bool).expand(num))
 
 
 def _cut_ranges(entry: ExportEntry, held: Mapping[str, LocalShard]) -> Ranges:

@@ -179,7 +179,7 @@ class WeightStream:
             yield bucket
 
     def _nbytes(self, name: str) -> int:
-        return self.payload.infos[name].numel * self.payload.dtypes[name].itemsize
+        return self.payload.infos[name].num_weights * self.payload.dtypes[name].itemsize
 
     def gather_bucket(
         self, bucket: Sequence[ExportEntry], layout: Layout, gather: Gatherer
@@ -199,7 +199,7 @@ class WeightStream:
         bad = None if self.allow_nonfinite else first_not_finite(values | buffers, looked_at)
         agree_to_continue(bad=bad)
         boxes = {name: layout.boxes[payload.infos[name].name] for name in sharded}
-        shapes = {name: payload.infos[name].shape for name in sharded}
+        shapes = {name: payload.infos[name].weight_shape for name in sharded}
         whole = gather(values, Layout(boxes, layout.rank, layout.group), shapes) | buffers
         return {name: whole[name] for name in names}
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,6 +24,12 @@ class TensorInfo:
     dtype: torch.dtype
     trainable: bool
     is_buffer: bool = False
+    packed: tuple[int, int] | None = None  # the shape of the weight whose bytes in 4 bits it holds
+
+    @property
+    def weight_shape(self) -> tuple[int, ...]:
+        """The shape that it has for the model and in its checkpoints."""
+        return self.packed or self.shape
 
     @property
     def is_adapter(self) -> bool:
@@ -29,6 +38,11 @@ class TensorInfo:
     @property
     def numel(self) -> int:
         return torch.Size(self.shape).numel()
+
+    @property
+    def num_weights(self) -> int:
+        """The number of elements that it has for the model."""
+        return prod(self.weight_shape)
 
 
 @dataclass(frozen=True)
@@ -47,16 +61,21 @@ class Inventory:
 
 def take_inventory(model: nn.Module) -> Inventory:
     """The inventory of a model, tied tensors counted once."""
-    parameters = _group(model.named_parameters(remove_duplicate=False), is_buffer=False)
+    packed = {
+        f"{name}.weight": module.packed_shape
+        for name, module in model.named_modules()
+        if hasattr(module, "packed_shape")
+    }
+    parameters = _group(model.named_parameters(remove_duplicate=False), False, packed)
     computed: set[str] = set()
     for module_name, module in model.named_modules(remove_duplicate=False):
         computed.update(f"{module_name}.{leaf}".lstrip(".") for leaf in module._non_persistent_buffers_set)
     buffers = list(model.named_buffers(remove_duplicate=False))
-    persistent = _group(((n, b) for n, b in buffers if n not in computed), is_buffer=True)
+    persistent = _group(((n, b) for n, b in buffers if n not in computed), True, {})
     return Inventory(parameters, persistent, tuple(n for n, _ in buffers if n in computed))
 
 
-def _group(named: object, *, is_buffer: bool) -> tuple[TensorInfo, ...]:
+def _group(named: object, is_buffer: bool, packed: Mapping[str, Any]) -> tuple[TensorInfo, ...]:
     by_tensor: dict[torch.Tensor, list[str]] = {}
     for name, tensor in named:  # type: ignore[attr-defined]
         by_tensor.setdefault(tensor, []).append(name)
@@ -69,6 +88,7 @@ def _group(named: object, *, is_buffer: bool) -> tuple[TensorInfo, ...]:
             dtype=tensor.dtype,
             trainable=tensor.requires_grad,
             is_buffer=is_buffer,
+            packed=packed.get(names[0]),
         )
         for tensor, names in by_tensor.items()
     )

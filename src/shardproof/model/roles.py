@@ -6,16 +6,20 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import AutoModelForSequenceClassification, PretrainedConfig, PreTrainedModel
 
+from shardproof.errors import fail
 from shardproof.model import exact
 from shardproof.model.head import HeadFacts, token_logprobs
 from shardproof.model.packing import Packing
 from shardproof.model.router import balancing_statistics
 
-POLICY, REFERENCE, CRITIC = "policy", "reference", "critic"
-ROLES = (POLICY, REFERENCE, CRITIC)
+POLICY, REFERENCE, CRITIC, REWARD, TEACHER = "policy", "reference", "critic", "reward", "teacher"
+ROLES = (POLICY, REFERENCE, CRITIC, REWARD, TEACHER)
+VALUED = (CRITIC, REWARD)  # have values in place of log-probs
+FROZEN = (REFERENCE, TEACHER)  # are never trained
 VALUE_HEAD = "score"
+HEADS = (VALUE_HEAD, "classifier")  # what transformers' families call the layer of a sequence classifier
 # The wrapper's own attribute; it is stripped from every name that leaves the project.
 ROOT_PREFIX = "model."
 
@@ -33,7 +37,7 @@ class RoleModule(nn.Module):
         self.role = role
 
     def forward(self, *args: Any, task: str | None = None, **kwargs: Any) -> Any:
-        task = task or ("values" if self.role == CRITIC else "logits")
+        task = task or ("values" if self.role in VALUED else "logits")
         if task == "logits":
             return self.model(*args, **kwargs)
         if task == "values":
@@ -45,7 +49,7 @@ class RoleModule(nn.Module):
     def values(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """One value per token."""
         hidden = self.model.base_model(*args, **kwargs)[0]
-        return self.model.get_submodule(VALUE_HEAD)(hidden).squeeze(-1).clone()
+        return self.model.get_submodule(value_head(self.model))(hidden).squeeze(-1).clone()
 
     def logprobs(
         self,
@@ -108,3 +112,26 @@ def attach_value_head(model: PreTrainedModel) -> None:
     width = model.get_input_embeddings().get_parameter("weight").shape[-1]
     hidden_size = int(getattr(text_config, "hidden_size", width))
     model.add_module(VALUE_HEAD, nn.Linear(hidden_size, 1, bias=False, device="meta", dtype=torch.float32))
+
+
+def value_head(model: PreTrainedModel) -> str:
+    """The name of the layer that gives one value per token: a critic's, or a sequence classifier's."""
+    return next((name for name in HEADS if hasattr(model, name)), VALUE_HEAD)
+
+
+def build_classifier(config: PretrainedConfig, **kwargs: Any) -> PreTrainedModel:
+    """The family's sequence classifier with one label: what a reward model is.
+
+    Its score of a text must be what one linear layer says at the text's last token. Families that read a text from both
+    sides, or at its first token, have another layer between.
+    """
+    config.num_labels = 1
+    model: PreTrainedModel = AutoModelForSequenceClassification.from_config(config, **kwargs)
+    base, heads = model.base_model, [name for name in HEADS if hasattr(model, name)]
+    around = [name for name, module in model.named_children() if module is not base]
+    if not heads or around != heads[:1] or not isinstance(model.get_submodule(heads[0]), nn.Linear):
+        message = (
+            f"{type(model).__name__} is no linear layer on a decoder: it has {', '.join(around) or 'none'}."
+        )
+        raise fail("L114", "skeleton", message, fix="use a decoder's sequence classifier as the reward model")
+    return model

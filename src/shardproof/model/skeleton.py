@@ -18,7 +18,15 @@ from shardproof.model.buffers import compute_buffers, computed_values
 from shardproof.model.families import num_experts
 from shardproof.model.lora import inject_lora
 from shardproof.model.replace import replace_parameters
-from shardproof.model.roles import CRITIC, REFERENCE, VALUE_HEAD, attach_value_head
+from shardproof.model.roles import (
+    CRITIC,
+    FROZEN,
+    REWARD,
+    VALUED,
+    attach_value_head,
+    build_classifier,
+    value_head,
+)
 from shardproof.model.router import replay_routing
 
 AUTO = "auto"  # recompute what does not fit, decided in training
@@ -61,7 +69,8 @@ def build_skeleton(
     try:
         # float32 is what modules compute their buffers in; parameters get their dtype below, one by one.
         with torch.device("meta"), hf_private.no_init_weights():
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **kwargs)
+            make = build_classifier if role == REWARD else AutoModelForCausalLM.from_config
+            model = make(config, dtype=torch.float32, **kwargs)
         if role == CRITIC:
             attach_value_head(model)
         model.tie_weights()
@@ -75,11 +84,11 @@ def build_skeleton(
     computed = {name: value.clone() for name, value in computed_values(model).items()}
     if lora is not None:
         inject_lora(model, lora)
-        if role == CRITIC:
-            model.get_submodule(VALUE_HEAD).requires_grad_(True)  # it is new, so it has to learn
+        if role in VALUED:
+            model.get_submodule(value_head(model)).requires_grad_(True)  # it may be new, so it has to learn
         writers = {_with_base_layer(model, name): writer for name, writer in writers.items()}
     set_param_dtype(model, param_dtype)
-    if role == REFERENCE:
+    if role in FROZEN:
         model.requires_grad_(False)
         model.eval()
     else:

@@ -103,12 +103,21 @@ function inSight(xs, values, [first, last], width) {
   flush();
   return places;
 }
+function reach(series, place, sign) { // how far below or above a value its band ends
+  const ends = series.band[place];
+  return ends ? sign * ends[sign < 0 ? 0 : 1] : 0;
+}
+function bandText(series, place) {
+  const ends = series.band && place !== null ? series.band[place] : null, value = ends ? series.values[place] : null;
+  if (value === null || !(ends[0] || ends[1])) return "";
+  return ends[0] === ends[1] ? ` ± ${Number(ends[0].toPrecision(2))}` : ` (${format(value - ends[0])} to ${format(value + ends[1])})`;
+}
 function limits(view, xs, [first, last], log) {
   const seen = view.chart.series.flatMap((series, index) => {
     const visible = series.values.filter((value, at) => xs[index][at] >= first && xs[index][at] <= last && (!log || value > 0));
     if (!series.band || log) return [visible];
     const edge = sign => series.values.map((value, at) => xs[index][at] >= first && xs[index][at] <= last && value !== null
-      ? value + sign * (series.band[at] || 0) : null);
+      ? value + reach(series, at, sign) : null);
     return [visible, edge(1), edge(-1)];
   });
   let [low, high] = extent(seen) || [log ? 0.1 : 0, 1];
@@ -150,10 +159,10 @@ function drawSeries(plot, view, series, xs, range) {
   const smooth = state.smooth > 0 && view.chart.group !== "Evaluation" ? smoothed(series.values, state.smooth) : null;
   if (series.band && !isLog(view)) {
     const known = places.filter(place => series.values[place] !== null && series.band[place] !== null);
-    const edge = (list, sign) => list.map(place => `${x(xs[place]).toFixed(1)} ${y(series.values[place] + sign * series.band[place]).toFixed(1)}`);
+    const edge = (list, sign) => list.map(place => `${x(xs[place]).toFixed(1)} ${y(series.values[place] + reach(series, place, sign)).toFixed(1)}`);
     if (known.length > 1) plot.append(draw("path", { class: `band ${tone}`, d: `M${edge(known, 1).join("L")}L${edge(known.slice().reverse(), -1).join("L")}Z` }));
     for (const place of known) plot.append(draw("line", { class: `whisker ${tone}`, x1: x(xs[place]), x2: x(xs[place]),
-      y1: y(series.values[place] - series.band[place]), y2: y(series.values[place] + series.band[place]) }));
+      y1: y(series.values[place] + reach(series, place, -1)), y2: y(series.values[place] + reach(series, place, 1)) }));
   }
   const path = values => {
     let text = "", join = false;
@@ -199,8 +208,7 @@ function show(at) {
       const value = place === null ? undefined : series.values[place];
       const smooth = Number.isFinite(value) && series.smoothValues ? ` smoothed ${format(series.smoothValues[place])}` : "";
       series.smoothReadout.textContent = smooth;
-      series.readout.textContent = format(value)
-        + (series.band && place !== null && series.band[place] ? ` ± ${Number(series.band[place].toPrecision(2))}` : "");
+      series.readout.textContent = format(value) + bandText(series, place);
       if (at !== null && Number.isFinite(value) && view.shows(value))
         marks.push(draw("circle", { class: `dot s${series.tone % 8}`, cx: view.x(xs[index][place]), cy: view.y(value), r: 4 }));
     }

@@ -51,6 +51,7 @@ FIRST_METRICS = (
 )
 ALWAYS_SHOWN = ("reward/mean", "eval/reward")  # a flat line of these is news
 ERROR_SUFFIX = "_se"  # `NAME_se` is the standard error of `NAME`, drawn as a band around it
+BOUND_SUFFIXES = ("_low", "_high")  # `NAME_low` and `NAME_high` are the ends of an interval around `NAME`
 MAX_POINTS = 2000
 _LARGEST = 1e100
 
@@ -82,8 +83,8 @@ def charts_of(runs: Sequence[Run]) -> dict[str, Any]:
     """The charts in the order of the page, the metrics that never changed, and how many points were left out."""
     curves = [curves_of(run) for run in runs]
     names = list(dict.fromkeys(name for each in curves for name in each))
-    bands = {name: f"{name}{ERROR_SUFFIX}" for name in names if f"{name}{ERROR_SUFFIX}" in names}
-    shown = [name for name in names if name not in bands.values()]
+    banded = {f"{name}{suffix}" for name in names for suffix in (ERROR_SUFFIX, *BOUND_SUFFIXES)}
+    shown = [name for name in names if name not in banded]
     constant = {name: value for name in shown if (value := _constant(name, curves)) is not None}
     aliases = _duplicates([name for name in sorted(shown, key=_order) if name not in constant], curves)
     charts: dict[str, dict[str, Any]] = {}
@@ -94,7 +95,7 @@ def charts_of(runs: Sequence[Run]) -> dict[str, Any]:
         chart["same"] += others
         for number, each in enumerate(curves):
             if name in each:
-                band = each.get(bands[name]) if name in bands else None
+                band = _band(name, each)
                 chart["series"].append(
                     {"run": number, "name": name, **_series(each[name], band, runs[number])}
                 )
@@ -106,6 +107,23 @@ def charts_of(runs: Sequence[Run]) -> dict[str, Any]:
         "thinned": any(series["thinned"] for chart in charts.values() for series in chart["series"]),
         "max_points": MAX_POINTS,
     }
+
+
+def _band(name: str, curves: dict[str, Curve]) -> tuple[Curve, Curve] | None:
+    """How far below and above a metric's values the truth may be: its standard error, or the ends of its interval."""
+    low, high = (curves.get(f"{name}{suffix}") for suffix in BOUND_SUFFIXES)
+    if low is None or high is None or low.places != high.places:
+        error = curves.get(f"{name}{ERROR_SUFFIX}")
+        return None if error is None else (error, error)
+    values = dict(zip(curves[name].places, curves[name].values))
+    middle = Curve(low.places, [values.get(place) for place in low.places])
+    return _distance(middle, low), _distance(high, middle)
+
+
+def _distance(upper: Curve, lower: Curve) -> Curve:
+    """How far apart two curves are; an interval's own rounding may put its end on the other side of its value."""
+    ends = zip(upper.values, lower.values)
+    return Curve(lower.places, [None if a is None or b is None else max(a - b, 0.0) for a, b in ends])
 
 
 def _shared_title(name: str, shown: Iterable[str]) -> str:
@@ -163,7 +181,7 @@ def _duplicates(names: Iterable[str], curves: Sequence[dict[str, Curve]]) -> dic
     return kept
 
 
-def _series(curve: Curve, band: Curve | None, run: Run) -> dict[str, Any]:
+def _series(curve: Curve, band: tuple[Curve, Curve] | None, run: Run) -> dict[str, Any]:
     places = thin(curve.values)
     steps = [curve.places[place] for place in places]
     series: dict[str, Any] = {
@@ -174,8 +192,9 @@ def _series(curve: Curve, band: Curve | None, run: Run) -> dict[str, Any]:
     if len(steps) != len(run.steps):  # places of all steps need not be said
         series["places"] = [after - before for before, after in zip([0, *steps], steps)]
     if band is not None:
-        errors = dict(zip(band.places, band.values))
-        series["band"] = [_short(errors.get(step)) for step in steps]
+        ends = zip(band[0].places, zip(band[0].values, band[1].values))
+        reach = {step: [_short(below), _short(above)] for step, (below, above) in ends if below is not None}
+        series["band"] = [reach.get(step) for step in steps]
     return series
 
 

@@ -18,6 +18,8 @@ from shardproof.folder_lock import claim_is_dead
 METRICS_NAME, SAMPLES_NAME, EVENTS_NAME = "metrics.jsonl", "samples.jsonl", "events.jsonl"
 EARLIER_NAME = "events.superseded.jsonl"
 CONFIG_NAME, FACTS_NAME = "config.json", "run.json"
+# What an evaluation comes down to: the first of these that it measured, and what it is called.
+HEADLINES = {"eval/reward": "reward", "eval/pass@1": "pass@1", "eval/reward/accuracy": "accuracy"}
 EVALUATED = "eval/step"  # the step after which an evaluation began, where training went on meanwhile
 
 Record = dict[str, Any]

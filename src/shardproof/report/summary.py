@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from shardproof.report.ledger import cut
-from shardproof.report.read import Record, Run, dig, finite
+from shardproof.report.read import HEADLINES, Record, Run, dig, finite
 
 STATUSES = ("running", "finished", "stopped", "failed")
 STALE_S = 600.0  # a run that says it is running and has written nothing for this long may be gone
@@ -47,7 +47,11 @@ def numbers_of(run: Run) -> list[dict[str, str]]:
     """The key numbers, each as a label, a value, and a remark."""
     numbers = [
         _change(run, "Reward", "reward/mean"),
-        _change(run, "Held-out reward", "eval/reward"),
+        _change(run, "Solved", "reward/solved") if not _points(run, "reward/mean") else None,
+        next(
+            filter(None, (_change(run, f"Held-out {called}", name) for name, called in HEADLINES.items())),
+            None,
+        ),
         _change(run, "Loss", "loss/total") if not _points(run, "reward/mean") else None,
         _change(run, "Held-out loss", "eval/loss"),
     ]

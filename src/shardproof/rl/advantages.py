@@ -1,4 +1,8 @@
-"""Advantages as pure functions of rewards. Shapes: P prompts, G completions each; C conversations, T tokens or turns."""
+"""Advantages as pure functions of rewards. Shapes: P prompts, G completions each; C conversations, T tokens or turns.
+
+Means and deviations are taken in float64, in which the sum of equal float32 rewards is exact: in float32 their mean is off
+by its last bit, and a deviation of as little would make an advantage of that.
+"""
 
 from __future__ import annotations
 
@@ -6,32 +10,42 @@ import torch
 
 
 def group_normalised(
-    rewards_PG: torch.Tensor, counted_PG: torch.Tensor | None = None, eps: float = 1e-4
+    rewards_PG: torch.Tensor,
+    counted_PG: torch.Tensor | None = None,
+    eps: float = 1e-4,
+    *,
+    sample: bool = False,
 ) -> torch.Tensor:
     """GRPO: (r - mean) / std inside each prompt's group, over its counted completions; 0 for the others."""
-    if counted_PG is None or bool(counted_PG.all()):
-        mean_P1 = rewards_PG.mean(dim=1, keepdim=True)
-        std_P1 = rewards_PG.std(dim=1, keepdim=True, unbiased=False)
-        return (rewards_PG - mean_P1) / (std_P1 + eps)
-    centred_PG = group_centred(rewards_PG, counted_PG)
-    std_P1 = (centred_PG.square().sum(dim=1, keepdim=True) / _num_counted(counted_PG)).sqrt()
-    return centred_PG / (std_P1 + eps)
+    centred_PG = group_centred(rewards_PG.double(), counted_PG)
+    return (centred_PG / (deviation(rewards_PG, counted_PG, sample=sample) + eps)).to(rewards_PG.dtype)
+
+
+def deviation(
+    rewards_PG: torch.Tensor, counted_PG: torch.Tensor | None = None, *, sample: bool = False
+) -> torch.Tensor:
+    """(P, 1), float64: of each group's counted completions, as a population or as a sample; 0 if the latter has only one."""
+    num_P1 = _num_counted(_mask(rewards_PG, counted_PG))
+    squares_P1 = group_centred(rewards_PG.double(), counted_PG).square().sum(dim=1, keepdim=True)
+    return (squares_P1 / ((num_P1 - 1).clamp(min=1) if sample else num_P1)).sqrt()
 
 
 def group_centred(rewards_PG: torch.Tensor, counted_PG: torch.Tensor | None = None) -> torch.Tensor:
     """Dr. GRPO: r - mean. Dividing by the deviation would favour prompts that are nearly solved or nearly lost."""
-    if counted_PG is None or bool(counted_PG.all()):
-        return rewards_PG - rewards_PG.mean(dim=1, keepdim=True)
-    mean_P1 = torch.where(counted_PG, rewards_PG, 0.0).sum(dim=1, keepdim=True) / _num_counted(counted_PG)
-    return torch.where(counted_PG, rewards_PG - mean_P1, 0.0)
+    exact_PG, counted_PG = rewards_PG.double(), _mask(rewards_PG, counted_PG)
+    mean_P1 = torch.where(counted_PG, exact_PG, 0.0).sum(dim=1, keepdim=True) / _num_counted(counted_PG)
+    return torch.where(counted_PG, exact_PG - mean_P1, 0.0).to(rewards_PG.dtype)
 
 
 def leave_one_out(rewards_PG: torch.Tensor, counted_PG: torch.Tensor | None = None) -> torch.Tensor:
     """RLOO: r minus the mean of the group's other completions; 0 where there is no other."""
-    if counted_PG is None:
-        counted_PG = torch.ones_like(rewards_PG, dtype=torch.bool)
-    num_P1 = _num_counted(counted_PG)
-    return group_centred(rewards_PG, counted_PG) * num_P1 / (num_P1 - 1).clamp(min=1)
+    num_P1 = _num_counted(_mask(rewards_PG, counted_PG))
+    centred_PG = group_centred(rewards_PG.double(), counted_PG)
+    return (centred_PG * num_P1 / (num_P1 - 1).clamp(min=1)).to(rewards_PG.dtype)
+
+
+def _mask(rewards_PG: torch.Tensor, counted_PG: torch.Tensor | None) -> torch.Tensor:
+    return torch.ones_like(rewards_PG, dtype=torch.bool) if counted_PG is None else counted_PG
 
 
 def _num_counted(counted_PG: torch.Tensor) -> torch.Tensor:
@@ -56,7 +70,7 @@ def discounted(rewards_CT: torch.Tensor, discounts_CT: torch.Tensor) -> torch.Te
     """The return from each place on: the reward there, and the discounted return of the next place."""
     discounts_CT = discounts_CT.to(rewards_CT.dtype)
     returns_CT = torch.zeros_like(rewards_CT)
-    following_C = torch.zeros_like(rewards_CT[:, 0])
+    following_C = rewards_CT.new_zeros(rewards_CT.shape[0])  # there may be no token that counts
     for t in range(rewards_CT.shape[1] - 1, -1, -1):
         following_C = rewards_CT[:, t] + discounts_CT[:, t] * following_C
         returns_CT[:, t] = following_C

@@ -33,8 +33,16 @@ from shardproof.version import library_versions
 logger = logging.getLogger(__name__)
 
 # Paths are each host's own. What lies there is compared: files here, checkpoints when they are loaded (L111).
-_PATHS = {"model.path", "reference.path", "critic.path", "data.train", "data.evaluation", "output.folder"}
-_PATHS |= {"environment.python", "rollout.vllm.secret_file"}
+_PATHS = {
+    "model.path",
+    "reference.path",
+    "critic.path",
+    "teacher.path",
+    "data.train",
+    "data.evaluation",
+    "output.folder",
+}
+_PATHS |= {"environment.python", "data.pass_rates", "rollout.vllm.secret_file"}
 # How a host starts its ranks, and where rank 0 finds or keeps its servers.
 _LOCAL = {
     "train.ranks",
@@ -168,7 +176,9 @@ def _dtypes(major: int, minor: int) -> str:
 def _settings(recipe: Recipe) -> Iterable[tuple[str, str]]:
     """The recipe's values that must agree, by dotted key; of a path whether it is given."""
     for key, value in leaves(recipe.model_dump(mode="json")).items():
-        if key in _PATHS:
+        if key == "data.train" and isinstance(value, list):
+            yield key, json.dumps([{k: v for k, v in each.items() if k != "source"} for each in value])
+        elif key in _PATHS:
             yield key, "none" if value is None else "a path"
         elif key not in _LOCAL:
             yield key, json.dumps(value)
@@ -177,6 +187,6 @@ def _settings(recipe: Recipe) -> Iterable[tuple[str, str]]:
 def _tokens_digest(prompts: Iterable[Prompt]) -> str:
     digest = hashlib.sha256()
     for prompt in prompts:
-        for tokens in (prompt.tokens, prompt.completion):
+        for tokens in (prompt.tokens, prompt.completion, prompt.rejected, prompt.trained):
             digest.update(array.array("q", [len(tokens), *tokens]).tobytes())
     return digest.hexdigest()[:12]

@@ -30,8 +30,9 @@ from shardproof.rl.conversations.steps import (
     with_text,
 )
 from shardproof.rl.conversations.waves import Conversations
-from shardproof.rl.rewards import RewardRunner
+from shardproof.rl.rewards.runner import RewardRunner
 from shardproof.rollout.engine import Answering, BackgroundEngine, Request, Sampling
+from shardproof.rollout.sampling import Ends
 from shardproof.rollout.token_ledger import TokenLedger, appended
 from shardproof.rollout.trajectory import Reward, Segment, Trajectory
 
@@ -51,9 +52,10 @@ class BackgroundRollouts(contextlib.AbstractContextManager["BackgroundRollouts"]
         tokenizer: Any,
         rewards: RewardRunner,
         conversations: Conversations | None = None,
+        asks: str | None = None,
     ):
         self.engine, self.tokenizer = engine, tokenizer
-        self.rewards, self.conversations = rewards, conversations
+        self.rewards, self.conversations, self.asks = rewards, conversations, asks
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: BackgroundThread | None = None
         self._tasks: set[asyncio.Task[None]] = set()  # the thread's alone
@@ -283,31 +285,34 @@ class BackgroundBatch:
     async def _complete(self, place: int, start: Start) -> Trajectory:
         """A trajectory without an environment: the prompt and one turn of the policy."""
         asked = Trajectory.of_prompt(start.prompt.tokens, start.group, start.sample)
-        request = Request(asked, start.seed, begun=start.begun)
+        own = start.own_sampling(self._sampling)
+        request = Request(asked, start.seed, begun=start.begun, sampling=own)
         answered = self._already(place, request) or await self._turn(place, request)
-        return with_text(answered, start.prompt, self._common.tokenizer)
+        common, include_stop = self._common, self._sampling.include_stop
+        return with_text(answered, start.prompt, common.tokenizer, common.asks, include_stop)
 
     def _already(self, place: int, request: Request) -> Trajectory | None:
         """The answer, if all of it was drawn before the run was interrupted."""
-        begun, sampling = request.begun, self._sampling
+        begun, ends = request.begun, Ends(request.settings(self._sampling))
         if begun is None or not begun.tokens or begun.version is None:
             return None
-        finished = begun.tokens[-1] in sampling.stop_ids
-        if not finished and len(begun.tokens) < sampling.max_new_tokens:
+        finished = ends.look(begun.tokens)
+        if not finished and len(begun.tokens) < request.limit(self._sampling):
             return None
-        answered = request.trajectory.extended(replace(begun, author="policy", trained=True), finished)
+        said = replace(begun, author="policy", trained=True)
+        answered = request.trajectory.extended(said, finished, ends.stop_string)
         self._record(place, request, answered)
         return answered
 
     async def _converse(self, place: int, start: Start, common: Conversations) -> Trajectory:
         """A whole conversation with an environment."""
         conversation, pool, key = begin(start, common.rules), common.pool, next(common.keys)
-        max_new_tokens = self._sampling.max_new_tokens
+        max_new_tokens, own = start.max_new_tokens(self._sampling), start.own_sampling(self._sampling)
         try:
             answer = await asyncio.wrap_future(pool.begin(key, start.prompt.row, start.environment_seed))
             self._answer(start, conversation, answer, pool.seconds(key))
             while not conversation.ended:
-                trajectory = await self._turn(place, next_request(conversation))
+                trajectory = await self._turn(place, next_request(conversation, own))
                 turn = take_turn(conversation, trajectory, max_new_tokens)
                 if isinstance(turn, Failure):
                     answer = turn
@@ -320,7 +325,8 @@ class BackgroundBatch:
 
     def _answer(self, start: Start, conversation: Conversation, answer: Answer, seconds: float) -> None:
         common, engine = self._common.conversations, self._common.engine
-        take_answer(conversation, answer, seconds, self._sampling.max_new_tokens, engine.version)
+        most = start.max_new_tokens(self._sampling)
+        take_answer(conversation, answer, seconds, most, engine.version)
         if conversation.ended == "failed" and common is not None and common.stops:
             raise stopped_by(start, conversation)
 

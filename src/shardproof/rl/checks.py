@@ -2,34 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoTokenizer, PretrainedConfig
 
-from shardproof.config.schema import Model, Recipe, Rollout
+from shardproof.config.evaluation_sets import held_out_sets
+from shardproof.config.schema import Lora, Recipe, Rollout
 from shardproof.environments.pool import EnvironmentPool
 from shardproof.environments.protocol import Opening
 from shardproof.errors import fail
 from shardproof.model.families import check_sequence_parallel, max_positions, why_not_packed
 from shardproof.model.inventory import take_inventory
-from shardproof.model.roles import POLICY
+from shardproof.model.roles import REWARD
 from shardproof.model.routing import check_replayable
 from shardproof.model.skeleton import build_skeleton
 from shardproof.rl.algorithms.registry import check_algorithm, find_algorithm, make_algorithm
 from shardproof.rl.conversations.conversation import Rules
 from shardproof.rl.conversations.prepare import (
-    SOURCE,
+    check_variables_of_rows,
     environment_of,
     first_opening,
     first_prompt,
     make_rules,
-    rows_of,
 )
-from shardproof.rl.data import Prompt, Row, Rows, encode_completions, encode_prompts, load_rows, sample_seed
-from shardproof.rl.reward_functions import find_reward
+from shardproof.rl.data import HeldOutPrompts, Prompt, sample_seed
+from shardproof.rl.rewards.from_recipe import check_rewards
+from shardproof.rl.sources.pass_rates import select
+from shardproof.rl.sources.reading import (
+    Limits,
+    dropped_of,
+    encode,
+    read_held_out,
+    read_training,
+    say_dropped,
+    sizes_of,
+)
+from shardproof.rl.sources.text_files import Row
 from shardproof.rl.stop_ids import find_stop_ids
 from shardproof.rl.templates import panics_as_errors
 from shardproof.shard.plan import plan_shards
@@ -50,10 +61,17 @@ class Inputs:
     tokenizer: Any
     config: PretrainedConfig
     prompts: Sequence[Prompt]
-    held_out: Sequence[Prompt]
+    held_out: HeldOutPrompts
     stop_ids: tuple[int, ...]  # tokens that end a completion
     canary: tuple[int, ...] = ()  # a prompt on which engine and trainer are compared
     rules: Rules | None = None  # of conversations with an environment
+    sources: Mapping[str, int] = field(
+        default_factory=dict
+    )  # how many prompts each source has, in their order
+    rates: Sequence[float | None] = ()  # how often each prompt was solved; empty if nobody measured it
+    dropped: Mapping[str, Mapping[str, int]] = field(
+        default_factory=dict
+    )  # rows that are left out, by key and why
 
 
 @dataclass(frozen=True)
@@ -70,8 +88,15 @@ class Data:
     """A run's prompts, and whether some prompt is a list of messages."""
 
     prompts: Sequence[Prompt]
-    held_out: Sequence[Prompt]
+    held_out: HeldOutPrompts
     has_messages: bool
+    sources: Mapping[str, int] = field(
+        default_factory=dict
+    )  # how many prompts each source has, in their order
+    rates: Sequence[float | None] = ()  # how often each prompt was solved; empty if nobody measured it
+    dropped: Mapping[str, Mapping[str, int]] = field(
+        default_factory=dict
+    )  # rows that are left out, by key and why
 
 
 def check_inputs(recipe: Recipe, pool: EnvironmentPool | None = None) -> Inputs:
@@ -92,25 +117,35 @@ def check_basis(recipe: Recipe, folder: Path) -> Basis:
         check_replayable(config)
     if recipe.rollout.exact:
         check_exact(recipe, config)
-    tokenizer = _load_tokenizer(folder, recipe.model.trust_remote_code)
-    for spec in recipe.reward.functions if recipe.reward is not None else []:
-        find_reward(spec.name)
-    return Basis(tokenizer, config, find_stop_ids(folder, config, tokenizer))
+    tokenizer = load_tokenizer(folder, recipe.model.trust_remote_code)
+    check_rewards(recipe)
+    return Basis(tokenizer, config, find_stop_ids(folder, config, tokenizer, recipe.rollout.stop_ids))
 
 
 def read_data(recipe: Recipe, basis: Basis, pool: EnvironmentPool | None = None) -> tuple[Inputs, Data]:
     """A run's inputs, and its data by themselves; raises if some row cannot be used."""
     with environment_of(recipe, pool) as environment:
-        sources = [source for source in (recipe.data.train, recipe.data.evaluation) if source is not None]
-        rows = [_read_rows(recipe, source, environment) for source in sources]
-        column = recipe.data.prompt_column
-        has_messages = any(isinstance(row.get(column), list) for some in rows for row in some)
-        opened = open_first(recipe, basis, environment, rows[0], has_messages)
-        prompts, held_out = [*(_encode(recipe, some, basis.tokenizer, opened.rules) for some in rows), []][:2]
-        _require_known_tokens([*prompts, *held_out], basis.config)
-        limit = max_positions(basis.config) if opened.rules is None else opened.rules.max_tokens
-        _require_room(recipe, [*prompts, *held_out], limit)
-        data = Data(prompts, held_out, has_messages)
+        sets = held_out_sets(recipe)
+        train = read_training(recipe, environment)
+        readings = [train, *(read_held_out(recipe, each, environment) for each in sets)]
+        has_messages = any(each.has_messages for each in readings)
+        opened = open_first(recipe, basis, environment, train.rows, has_messages)
+        context = max_positions(basis.config) if opened.rules is None else opened.rules.max_tokens
+        lengths = [recipe.rollout.max_new_tokens, *(each.max_new_tokens for each in sets)]
+        encoded: list[list[Prompt]] = []
+        rates: list[float | None] = []
+        for each, num in zip(readings, lengths, strict=True):
+            limits = Limits(context, num, basis.config.get_text_config().vocab_size)
+            prompts = encode(recipe, each, basis.tokenizer, opened.rules, limits)
+            if each is train:
+                prompts, rates = select(recipe, prompts, train.dropped)
+            _require_known_tokens(prompts, basis.config)
+            encoded.append([replace(prompt, number=number) for number, prompt in enumerate(prompts)])
+            if opened.rules is not None:
+                check_variables_of_rows(opened.rules, prompts)
+        say_dropped(readings)
+        held_out = {each.name: prompts for each, prompts in zip(sets, encoded[1:], strict=True)}
+        data = Data(encoded[0], held_out, has_messages, sizes_of(encoded[0]), rates, dropped_of(readings))
         return make_inputs(recipe, basis, data, opened), data
 
 
@@ -146,12 +181,15 @@ def make_inputs(recipe: Recipe, basis: Basis, data: Data, opened: FirstOpening) 
         first = data.prompts[opened.number]
         canary = first_prompt(opened.rules, first, opened.opening, recipe.rollout.max_new_tokens)
     tokenizer, config = basis.tokenizer, basis.config
-    return Inputs(tokenizer, config, data.prompts, data.held_out, basis.stop_ids, canary, opened.rules)
+    about = (data.sources, data.rates, data.dropped)
+    return Inputs(
+        tokenizer, config, data.prompts, data.held_out, basis.stop_ids, canary, opened.rules, *about
+    )
 
 
 def check_model(recipe: Recipe, config: PretrainedConfig, num_ranks: int) -> None:
     """Raise if the checkpoint does not hold what the model needs, or the model cannot be split over the ranks."""
-    model = recipe.model
+    model, role = recipe.model, find_algorithm(recipe.algorithm.name).spec.role
     if num_ranks % model.replicate:
         message = f"model.replicate={model.replicate} does not divide the {num_ranks} ranks."
         fix = "set model.replicate to a number that divides the ranks, or change train.ranks"
@@ -162,20 +200,22 @@ def check_model(recipe: Recipe, config: PretrainedConfig, num_ranks: int) -> Non
         resolved = resolve_folder(model.path, folder, model.trust_remote_code)
         skeleton = build_skeleton(
             resolved.config,
-            role=POLICY,
-            lora=make_lora(model),
+            role=role,
+            lora=make_lora(model.lora),
             trust_remote_code=model.trust_remote_code,
         )
-        plan_shards(skeleton, take_inventory(skeleton.model), resolved.checkpoint, resolved.seed)
+        plan_shards(
+            skeleton, take_inventory(skeleton.model), resolved.checkpoint, resolved.seed, role == REWARD
+        )
 
 
-def make_lora(model: Model) -> Any:
-    """The adapters that a recipe asks for, as peft describes them; None if it asks for none."""
-    if model.lora is None:
+def make_lora(section: Lora | None) -> Any:
+    """The adapters that a section asks for, as peft describes them; None if it asks for none."""
+    if section is None:
         return None
     from peft import LoraConfig
 
-    return LoraConfig(r=model.lora.r, lora_alpha=model.lora.alpha, target_modules=model.lora.target_modules)
+    return LoraConfig(r=section.r, lora_alpha=section.alpha, target_modules=section.target_modules)
 
 
 def model_folder(path: str) -> Path:
@@ -193,7 +233,8 @@ def model_folder(path: str) -> Path:
     return folder
 
 
-def _load_tokenizer(folder: Path, trust_remote_code: bool) -> Any:
+def load_tokenizer(folder: Path, trust_remote_code: bool) -> Any:
+    """The tokenizer of a folder; raises C005 if it cannot be loaded."""
     check_tokenizer_keys(folder)
     try:
         with panics_as_errors():
@@ -206,53 +247,14 @@ def _load_tokenizer(folder: Path, trust_remote_code: bool) -> Any:
         raise fail("C005", "data", message, fix="put the model's tokenizer files into its folder") from error
 
 
-def _read_rows(recipe: Recipe, source: str, environment: EnvironmentPool | None) -> Rows:
-    data, is_given = recipe.data, not find_algorithm(recipe.algorithm.name).spec.samples
-    # Given completions need no answer, unless held-out ones are sampled and scored.
-    answer = data.answer_column if recipe.reward is not None else None
-    rewards = [] if recipe.reward is None else [spec.name for spec in recipe.reward.functions]
-    if is_given and source != data.evaluation:
-        rewards = []  # completions that are given are not scored
-    completion = data.completion_column if is_given else None
-    given = rows_of(environment, source) if source.startswith(SOURCE) else None
-    return load_rows(
-        source, data.prompt_column, answer, completion, rewards, given, needs_prompt=environment is None
-    )
-
-
-def _encode(recipe: Recipe, rows: Rows, tokenizer: Any, rules: Rules | None) -> list[Prompt]:
-    data, tools = recipe.data, rules.tools if rules is not None else ()
-    chat = data.chat or (rules is not None and rules.is_templated)
-    prompts = encode_prompts(rows, tokenizer, data.prompt_column, chat, data.max_prompt_tokens, tools)
-    is_given = not find_algorithm(recipe.algorithm.name).spec.samples
-    return encode_completions(prompts, tokenizer, data.completion_column) if is_given else prompts
-
-
 def _require_known_tokens(prompts: list[Prompt], config: PretrainedConfig) -> None:
     """Raise if the tokenizer makes ids for which the model has no embedding."""
     size = config.get_text_config().vocab_size
     for prompt in prompts:
-        largest = max((*prompt.tokens, *prompt.completion), default=0)
+        largest = max((*prompt.tokens, *prompt.completion, *prompt.rejected), default=0)
         if largest >= size:
             message = f"the tokenizer produces the token id {largest}, but the model's vocabulary has {size} tokens: {prompt.text[:60]!r}."
             raise fail("C005", "data", message, fix="use the tokenizer that belongs to the model")
-
-
-def _require_room(recipe: Recipe, prompts: list[Prompt], limit: int | None) -> None:
-    """Raise if some prompt and what follows it are longer than the model's context, or than a conversation may be."""
-    if limit is None:
-        return
-    samples = recipe.reward is not None or recipe.environment is not None
-    sampled = recipe.rollout.max_new_tokens if samples else 0
-    longest = max(prompts, key=lambda prompt: len(prompt.tokens) + max(len(prompt.completion), sampled))
-    num, following = len(longest.tokens), max(len(longest.completion), sampled)
-    if num + following > limit:
-        what = f"rollout.max_new_tokens={sampled}" if following == sampled else f"a completion of {following}"
-        where = f"the model's {limit} positions"
-        if recipe.environment is not None and limit == recipe.environment.max_tokens:
-            where = f"environment.max_tokens={limit}"
-        message = f"a prompt of {num} tokens with {what} does not fit {where}: {longest.text[:60]!r}."
-        raise fail("C005", "data", message, fix="leave long rows out, or lower rollout.max_new_tokens")
 
 
 def check_exact(recipe: Recipe, config: PretrainedConfig) -> None:

@@ -14,7 +14,10 @@ from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
+from shardproof.config.evaluation_sets import named_sources
 from shardproof.config.schema import Recipe
+from shardproof.errors import ShardproofError
+from shardproof.rl.sources.readers import files_of
 from shardproof.user_code import is_user_name, look_for_users_code
 
 PACKAGE = Path(__file__).parents[1]
@@ -66,10 +69,18 @@ def compared_files(recipe: Recipe) -> dict[str, Compared]:
     folder = Path(os.path.expanduser(recipe.model.path))
     for path in _tokenizer_files(folder):
         found[f"tokenizer/{path.relative_to(folder).as_posix()}"] = Compared((path,))
-    for key, source in (("data.train", recipe.data.train), ("data.evaluation", recipe.data.evaluation)):
-        if source is not None and not source.startswith(_ELSEWHERE):
-            found[f"data/{key}"] = Compared((Path(source),))
+    for key, source in named_sources(recipe).items():
+        if not source.startswith(_ELSEWHERE):
+            found[f"data/{key}"] = Compared(tuple(_files(source)))
     return found
+
+
+def _files(source: str) -> list[Path]:
+    """The files of a source; the source itself if it names none, which reading it says in words."""
+    try:
+        return files_of(source)
+    except ShardproofError:
+        return [Path(source)]
 
 
 def _rewards(recipe: Recipe) -> list[str]:

@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from itertools import groupby
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 import torch
 
-from shardproof.dist.collectives import combine, exchange
+from shardproof.dist.collectives import exchange
 from shardproof.errors import fail
 from shardproof.rl.algorithms.base import Algorithm
 from shardproof.rl.batches import make_batch
 from shardproof.rl.buffer import Buffer
-from shardproof.rl.conversations.measures import conversation_facts, environment_metrics
-from shardproof.rl.data import Share
+from shardproof.rl.experience_metrics import Success, in_groups, measure, value_of, without_totals
+from shardproof.rl.rewards.failures import notice_silence
 from shardproof.rl.rollouts import await_rewards
-from shardproof.rl.versions import ahead_metrics, check_usable
-from shardproof.rollout.experts import ExpertShape
-from shardproof.rollout.trajectory import Reward, Trajectory, reward_of
-from shardproof.shard.sharded_model import ShardedModel
+from shardproof.rl.scorers import Scorers
+from shardproof.rl.sources.measures import learn
+from shardproof.rl.versions import check_usable
+from shardproof.rollout.trajectory import Trajectory, reward_of
 from shardproof.train.batching import Batch
-from shardproof.train.score import logprobs, values
-
-_MAX_ROUNDS = 4  # of sampling, when groups without a signal are dropped
-_MAX_ERRORS = 3  # different ones, of rewards and environments, that a rank reports per step
 
 
 @dataclass(frozen=True)
@@ -45,46 +38,17 @@ class Experience:
         return sequences_of(self.trajectories)
 
 
-@dataclass(frozen=True)
-class Scorers:
-    """The models whose opinion of a batch an algorithm may need, and how they are asked."""
+@dataclass
+class _Seen:
+    """What a step's rounds have sampled so far, on this rank."""
 
-    policy: ShardedModel
-    reference: ShardedModel | None  # None: the policy's base with adapters off
-    critic: ShardedModel | None
-    temperature: float
-    micro_batch_tokens: int
-    replay: ExpertShape | None = None  # what the policy routes, if it is to choose the engine's experts
-
-    def scored(self, batch: Batch, columns: Iterable[str]) -> Batch:
-        """The batch with the log-probs and values that are named in `columns`. Collective: every rank.
-
-        Experts are replayed by the policy alone: what a reference or a critic says is defined by its own routers.
-        """
-        size, wanted = self.micro_batch_tokens, set(columns)
-        if "ref_logps" in wanted:
-            # One temperature for policy and reference: a KL between differently scaled distributions means nothing.
-            model, adapters = self.reference or self.policy, self.reference is not None
-            found = logprobs(model, batch.sequences, self.temperature, adapters, micro_batch_tokens=size)
-            batch = batch.with_column("ref_logps", _on_host(found))
-        if "old_logps" in wanted:
-            found = logprobs(
-                self.policy,
-                batch.sequences,
-                self.temperature,
-                micro_batch_tokens=size,
-                experts=batch.experts,
-            )
-            batch = batch.with_column("old_logps", _on_host(found))
-        if "values" in wanted:
-            assert self.critic is not None, "an algorithm that needs values has a critic"
-            found = values(self.critic, batch.sequences, micro_batch_tokens=size)
-            batch = batch.with_column("values", _on_host(found))
-        return batch
-
-
-def _on_host(rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    return [row.cpu() for row in rows]
+    trajectories: list[Trajectory] = field(default_factory=list)
+    greedy: list[Trajectory] = field(default_factory=list)  # what they are compared with, and not trained on
+    kept: list[int] = field(default_factory=list)  # groups of all ranks
+    num_prompts: int = 0
+    num_rounds: int = 0
+    waited_s: float = 0.0
+    batch: Batch | None = None  # with scores, if all of it is trained on
 
 
 def collect(buffer: Buffer, scorers: Scorers, algorithm: Algorithm, *, step: int) -> Experience:
@@ -93,38 +57,28 @@ def collect(buffer: Buffer, scorers: Scorers, algorithm: Algorithm, *, step: int
     Collective: every rank.
     """
     sampler, share = buffer.means.sampler, buffer.means.share
-    assert sampler.rewards is not None, "nothing scores these completions"
-    num_prompts, noticed = buffer.num_prompts, sampler.rewards.noticed
-    seen: list[Trajectory] = []
-    num_seen, waited_s, environment_s = 0, 0.0, sampler.waited_s
-    kept: list[int] = []
-    batch: Batch | None = None
-    drops = algorithm.drops_equal_rewards
+    num_prompts, environment_s = buffer.num_prompts, sampler.waited_s
     buffer.begin(step)
-    for _ in range(_MAX_ROUNDS if drops else 1):
-        taken = buffer.take(step, num_prompts - len(kept))
-        fresh = taken.trajectories
-        check_usable(fresh, sampler.versions, buffer.ahead)
-        if not drops:
-            # Every group stays, so the models score them all while rewards run.
-            batch = scorers.scored(make_batch(sequences_of(fresh), scorers.replay), algorithm.columns)
-        fresh, seconds = await_rewards(fresh, taken.rewards, noticed, algorithm)
-        seen += fresh
-        num_seen += len(taken.groups)
-        waited_s += seconds
-        kept += _with_signal(fresh) if drops else taken.groups
-        if len(kept) >= num_prompts:
-            break
+    seen = _sample(buffer, scorers, algorithm, step)
     buffer.end_step(step)
     # The last round may give more than a batch: which groups stay must not depend on the number of ranks.
-    order = sorted(kept)[:num_prompts]
+    order = sorted(seen.kept)[:num_prompts]
     chosen = set(order)
-    trajectories = [trajectory for trajectory in seen if trajectory.group in chosen]
+    trajectories = [trajectory for trajectory in seen.trajectories if trajectory.group in chosen]
+    batch = seen.batch
     if batch is None:
         batch = scorers.scored(make_batch(sequences_of(trajectories), scorers.replay), algorithm.columns)
     about = buffer.facts(trajectories) if buffer.is_ahead else None
-    metrics, errors = _measure(seen, share, about)
-    metrics |= {"prompts/kept": len(order) / num_seen, "time/reward": waited_s}
+    solved = Success.by(algorithm.settings, sampler.reward_names)
+    metrics, errors = measure(seen.trajectories, seen.greedy, share, about, solved)
+    if not sampler.is_rewarded:
+        metrics = without_totals(metrics)
+    notice_silence(metrics, sampler.rewards.noticed)
+    metrics |= learn(buffer.stream, seen.trajectories, share, solved.of)
+    metrics |= {"prompts/kept": len(order) / seen.num_prompts, "time/reward": seen.waited_s}
+    if algorithm.drops_equal_rewards:
+        metrics["prompts/missing"] = float(num_prompts - len(order))
+        metrics["prompts/rounds"] = float(seen.num_rounds)
     if buffer.means.background is not None:
         metrics["time/trainer_idle"] = buffer.waited_s
     if sampler.conversations is not None:
@@ -136,7 +90,48 @@ def collect(buffer: Buffer, scorers: Scorers, algorithm: Algorithm, *, step: int
             f"{type(algorithm).__name__}.advantages returned {found}; expected the batch with 'advantages'."
         )
         raise fail("C001", "rollout", message, fix="see docs/extending.md#an-algorithm")
-    return Experience(trajectories, batch, metrics, errors, order)
+    return Experience(*masked(trajectories, batch, algorithm), metrics, errors, order)
+
+
+def _sample(buffer: Buffer, scorers: Scorers, algorithm: Algorithm, step: int) -> _Seen:
+    """The rounds of a step: one, or as many as it takes to find enough groups with a signal. Collective: every rank."""
+    sampler, settings = buffer.means.sampler, algorithm.settings
+    assert sampler.rewards is not None, "nothing scores these completions"
+    drops, seen = algorithm.drops_equal_rewards, _Seen()
+    most = settings.dynamic_sampling_rounds if drops else 1
+    while seen.num_rounds < most and len(seen.kept) < buffer.num_prompts:
+        taken = buffer.take(step, buffer.num_prompts - len(seen.kept))
+        fresh = taken.trajectories
+        check_usable(fresh, sampler.versions, buffer.ahead)
+        if not drops:
+            # Every group stays, so the models score them all while rewards run.
+            trained = sequences_of(each for each in fresh if not buffer.means.is_greedy(each))
+            seen.batch = scorers.scored(make_batch(trained, scorers.replay), algorithm.columns)
+        fresh, seconds = await_rewards(
+            fresh, taken.rewards, sampler.rewards.noticed, algorithm, sampler.judged, sampler.shaped
+        )
+        greedy = [each for each in fresh if buffer.means.is_greedy(each)]
+        fresh = with_greedy([each for each in fresh if not buffer.means.is_greedy(each)], greedy)
+        seen.trajectories += fresh
+        seen.greedy += greedy
+        seen.num_prompts += len(taken.groups)
+        seen.num_rounds += 1
+        seen.waited_s += seconds
+        seen.kept += _with_signal(fresh, settings.dynamic_sampling_on) if drops else taken.groups
+    return seen
+
+
+def with_greedy(trajectories: Sequence[Trajectory], greedy: Sequence[Trajectory]) -> list[Trajectory]:
+    """The trajectories with what their prompt's greedy completion is worth; all are left out if nobody knows that."""
+    if not greedy:
+        return list(trajectories)
+    worth = {each.group: reward_of(each) for each in greedy}
+    found = []
+    for each in trajectories:
+        reward, base = reward_of(each), worth[each.group]
+        compared = replace(reward, greedy=base.trained, left_out=reward.left_out or not base.counts)
+        found.append(replace(each, reward=compared))
+    return found
 
 
 def sequences_of(trajectories: Iterable[Trajectory]) -> list[Trajectory]:
@@ -144,78 +139,42 @@ def sequences_of(trajectories: Iterable[Trajectory]) -> list[Trajectory]:
     return [sequence for trajectory in trajectories for sequence in trajectory.sequences]
 
 
-def in_groups(trajectories: Iterable[Trajectory]) -> list[list[Trajectory]]:
-    """The trajectories of each prompt, which follow each other."""
-    return [list(members) for _, members in groupby(trajectories, key=lambda t: t.group)]
+def _with_signal(trajectories: Sequence[Trajectory], part: str | None) -> list[int]:
+    """The groups of all ranks whose completions a reward function, or the total if None, tells apart.
 
-
-def known_rewards(trajectories: Iterable[Trajectory]) -> list[Reward]:
-    """The rewards that did not fail."""
-    return [reward for reward in map(reward_of, trajectories) if not reward.failed]
-
-
-def _with_signal(trajectories: Sequence[Trajectory]) -> list[int]:
-    """The groups of all ranks whose completions the reward functions tell apart. Penalties do not count: they always do.
-
-    Collective: every rank.
+    Penalties do not count: they nearly always do. Collective: every rank.
     """
-    groups = in_groups(trajectories)
-    mine = [g[0].group for g in groups if len({r.total for r in map(reward_of, g) if r.counts}) > 1]
+    values = {
+        group[0].group: {
+            value
+            for reward in map(reward_of, group)
+            if reward.counts and (value := value_of(reward, part)) is not None
+        }
+        for group in in_groups(trajectories)
+    }
+    mine = [group for group, found in values.items() if len(found) > 1]
     return sorted({group for row in exchange(mine) for group in row})
 
 
-def _measure(
-    trajectories: Sequence[Trajectory], share: Share, about: dict[str, Any] | None
-) -> tuple[dict[str, float], list[str]]:
-    """(metrics of rewards and lengths of the global batch, the first reward errors of every rank).
-
-    Completions whose reward failed count in lengths and not in rewards. `about` are this rank's facts of running ahead.
-
-    Collective: every rank.
-    """
-    known = known_rewards(trajectories)
-    groups = in_groups(trajectories)
-    spreads = [[reward.trained for reward in known_rewards(group)] for group in groups]
-    errors = [error for trajectory in trajectories for error in reward_of(trajectory).errors]
-    # Failures of environments are counted by their own metrics.
-    num_broken = sum(trajectory.ended == "failed" for trajectory in trajectories)
-    mine = {
-        "rewards": [reward.trained for reward in known],
-        "lengths": [trajectory.num_sampled for trajectory in trajectories],
-        "finished": [trajectory.finished for trajectory in trajectories],
-        "spread": [statistics.pstdev(spread) for spread in spreads if spread],
-        "parts": [dict(reward.parts) for reward in known],
-        "num_errors": len(errors) - num_broken,
-        "num_failed": len(trajectories) - len(known) - num_broken,
-        "errors": list(dict.fromkeys(errors))[:_MAX_ERRORS],
-        "conversations": conversation_facts(trajectories),
-        **({} if about is None else {"ahead": about}),
-    }
-    metrics, first = combine("rollout", mine, lambda rows: _merged(share.once(rows)))
-    return metrics, first
+def masked(
+    trajectories: Sequence[Trajectory], batch: Batch, algorithm: Algorithm
+) -> tuple[list[Trajectory], Batch]:
+    """Both without what the algorithm masks: it counts in no loss, and its advantages have been compared by now."""
+    hidden = [algorithm.masks(trajectory) for trajectory in trajectories]
+    if not any(hidden):
+        return list(trajectories), batch
+    of_rows = [is_hidden for t, is_hidden in zip(trajectories, hidden, strict=True) for _ in t.sequences]
+    masks = [
+        torch.zeros_like(mask) if is_hidden else mask
+        for mask, is_hidden in zip(batch.columns["mask"], of_rows, strict=True)
+    ]
+    told = [_untrained(t) if is_hidden else t for t, is_hidden in zip(trajectories, hidden, strict=True)]
+    nothing = [
+        row * (not is_hidden) for row, is_hidden in zip(batch.columns["advantages"], of_rows, strict=True)
+    ]
+    return told, batch.with_column("mask", masks).with_column("advantages", nothing)
 
 
-def _merged(rows: Sequence[dict[str, Any]]) -> tuple[dict[str, float], list[str]]:
-    """The metrics and the errors of what ranks measured."""
-    merged = {
-        key: [value for row in rows for value in row[key]]
-        for key in ("rewards", "lengths", "finished", "spread", "parts", "errors", "conversations")
-    }
-    metrics = {
-        "reward/mean": _mean(merged["rewards"]),
-        "reward/std": statistics.pstdev(merged["rewards"]) if merged["rewards"] else 0.0,
-        "reward/group_std": _mean(merged["spread"]),
-        "completion/length": _mean(merged["lengths"]),
-        "completion/finished": _mean(merged["finished"]),
-        "reward/errors": float(sum(row["num_errors"] for row in rows)),
-        "reward/failed": float(sum(row["num_failed"] for row in rows)),
-    }
-    for name in sorted({name for part in merged["parts"] for name in part}):
-        metrics[f"reward/{name}"] = _mean([part.get(name, 0.0) for part in merged["parts"]])
-    if "ahead" in rows[0]:
-        metrics |= ahead_metrics([row["ahead"] for row in rows])
-    return metrics | environment_metrics(merged["conversations"]), sorted(set(merged["errors"]))
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else 0.0
+def _untrained(trajectory: Trajectory) -> Trajectory:
+    segments = tuple(replace(segment, trained=False) for segment in trajectory.segments)
+    return replace(trajectory, segments=segments, earlier=tuple(map(_untrained, trajectory.earlier)))

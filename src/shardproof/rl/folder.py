@@ -20,17 +20,20 @@ from shardproof.files import append_line, current_folder, replace_folder
 from shardproof.report.page import write_report
 from shardproof.report.read import EVENTS_NAME
 from shardproof.rl.claim import INCOMPLETE, Claim
-from shardproof.rl.data import Prompt
+from shardproof.rl.data import HeldOutPrompts, Prompt
 from shardproof.rl.loggers import LINES, JsonLines, Logger, Progress, supersede
 from shardproof.rl.place import (
     ADAPTER,
+    BEST,
     CHECKPOINTS,
     CRITIC,
     MODEL,
+    REFERENCE,
     SETTINGS_NAME,
     State,
     check_content,
     checkpoint_steps,
+    read_best,
     write_settings,
 )
 from shardproof.rl.run_facts import take_facts, write_facts
@@ -109,13 +112,13 @@ class RunFolder:
         self._facts = take_facts(self.recipe, self._hosts)
         write_facts(self.path, self._facts, "running", self.step)
 
-    def check_content(self, prompts: Sequence[Prompt], held_out: Sequence[Prompt]) -> None:
+    def check_content(self, prompts: Sequence[Prompt], held_out: HeldOutPrompts) -> None:
         """Raise if data or models hold other things than when the run was begun. Only rank 0 looks."""
         if dist.get_rank() == 0:
             check_content(self._state, self.recipe, prompts, held_out, self.resume)
 
     def begin(
-        self, prompts: Sequence[Prompt], held_out: Sequence[Prompt], step: int, loggers: Sequence[Logger]
+        self, prompts: Sequence[Prompt], held_out: HeldOutPrompts, step: int, loggers: Sequence[Logger]
     ) -> None:
         """Make the folder this part's: its settings, and its lines up to `step`.
 
@@ -143,12 +146,14 @@ class RunFolder:
 
     def _rewind(self, step: int) -> None:
         """Put aside what is later than a step, under names that say so: neither a restart nor a resume prefers it."""
-        for root in (self.path / CHECKPOINTS, self.path / CRITIC):
+        for root in (self.path / name for name in (CHECKPOINTS, CRITIC, REFERENCE)):
             for later in checkpoint_steps(root):
                 if later > step:
                     self._put_aside(step, root / checkpoint_name(later))
-        for name in (MODEL, ADAPTER):  # where there is one, a run was complete
-            if (self.path / name).is_dir():
+        best = read_best(self.path)
+        stays = {BEST} if step and best is not None and best["step"] <= step else set()
+        for name in (MODEL, ADAPTER, BEST):  # where there is a model, a run was complete
+            if name not in stays and (self.path / name).is_dir():
                 self._put_aside(step, self.path / name)
         self._supersede(step)
 

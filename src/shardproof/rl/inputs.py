@@ -18,6 +18,7 @@ from typing import Any
 import torch.distributed as dist
 
 from shardproof.checkpoints.folders import sums_of
+from shardproof.config.evaluation_sets import held_out_sets
 from shardproof.config.schema import Recipe
 from shardproof.dist.collectives import together
 from shardproof.dist.hosts import Hosts, hosts
@@ -37,6 +38,7 @@ from shardproof.rl.checks import (
     read_data,
 )
 from shardproof.rl.conversations.prepare import environment_of
+from shardproof.rl.data import Prompt
 from shardproof.rl.shared_prompts import open_prompts, share_prompts
 from shardproof.weights.source import find_folder, has_texts, text_files
 
@@ -88,8 +90,8 @@ def _read(
             "address": None,
         }, None
     content = {
-        f"data/{what}data.{name}": value
-        for name, prompts in (("train", data.prompts), ("evaluation", data.held_out))
+        f"data/{what}{name}": value
+        for name, prompts in {"data.train": data.prompts, **_keyed(recipe, data)}.items()
         for what, value in content_of(prompts).items()
     }
     offered = None
@@ -98,6 +100,10 @@ def _read(
         if offered is not None:
             stack.callback(os.close, offered[0])
     return {"findings": [], "content": content, "address": offered and offered[1].to_json()}, inputs
+
+
+def _keyed(recipe: Recipe, data: Data) -> dict[str, Sequence[Prompt]]:
+    return {each.key: data.held_out[each.name] for each in held_out_sets(recipe)}
 
 
 def _share(recipe: Recipe, basis: Basis, workers: EnvironmentPool | None, data: Data) -> Inputs:

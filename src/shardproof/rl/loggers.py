@@ -5,17 +5,20 @@ from __future__ import annotations
 import logging
 import math
 import os
+import re
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 from shardproof.files import append_line, write_atomic
-from shardproof.report.read import EVENTS_NAME, METRICS_NAME, SAMPLES_NAME, parse_object
+from shardproof.report.read import EVENTS_NAME, HEADLINES, METRICS_NAME, SAMPLES_NAME, parse_object
 from shardproof.terminal import Bar
 from shardproof.text import duration
 
 logger = logging.getLogger(__name__)
+
+_OF_SET = re.compile(r"eval/([^/]+)/(reward|pass@1)")
 
 LINES = (METRICS_NAME, SAMPLES_NAME, EVENTS_NAME)
 
@@ -59,6 +62,7 @@ class Progress:
 
     _SHOWN = (
         ("reward/mean", "reward {:.3f}"),
+        ("reward/solved", "solved {:.3f}"),
         ("kl/mean", "KL {:.4f}"),
         ("loss/policy", "loss {:.4f}"),
         ("grad_norm", "grad norm {:.3f}"),
@@ -73,7 +77,7 @@ class Progress:
     def log(self, step: int, metrics: dict[str, float]) -> None:
         if step > self._first:
             self._last = step
-            shown = "  ".join(text.format(metrics[name]) for name, text in self._SHOWN if name in metrics)
+            shown = "  ".join(text.format(metrics[name]) for name, text in self._texts(metrics))
             seconds = (time.monotonic() - self._start) / (step - self._first) * (self._num_steps - step)
             self._report(shown, "step %d/%d  %s  left %.0f s", step, self._num_steps, shown, seconds)
         evaluation = describe_evaluation(metrics)
@@ -81,6 +85,11 @@ class Progress:
             after = int(metrics.get("eval/step", step))  # one beside training began after an earlier step
             when = f"after step {after}" if after else "before the first step"
             logger.info("evaluation %s: %s", when, evaluation)
+
+    def _texts(self, metrics: Mapping[str, float]) -> list[tuple[str, str]]:
+        """What is shown of these metrics: the share of solved ones only where no reward counts."""
+        hidden = "reward/solved" if "reward/mean" in metrics else None
+        return [(name, text) for name, text in self._SHOWN if name in metrics and name != hidden]
 
     def close(self) -> None:
         seconds = time.monotonic() - self._start
@@ -96,14 +105,23 @@ class Progress:
 def describe_evaluation(metrics: Mapping[str, float]) -> str:
     """The held-out results among a step's metrics, in words; empty if there was no evaluation."""
     parts = []
-    if "eval/reward" in metrics:
-        error = metrics.get("eval/reward_se")
-        parts.append(
-            f"held-out reward {metrics['eval/reward']:.3f}" + ("" if error is None else f" ± {error:.3f}")
-        )
+    found = next((name for name in HEADLINES if name in metrics), None)
+    if found is not None:
+        parts.append(_said(metrics, f"held-out {HEADLINES[found]}", found))
     if "eval/loss" in metrics:
         parts.append(f"held-out loss {metrics['eval/loss']:.4f}")
+    for name in metrics:  # of sets with names
+        of_set = _OF_SET.fullmatch(name)
+        if of_set is not None and (of_set[2] == "reward" or f"eval/{of_set[1]}/reward" not in metrics):
+            parts.append(_said(metrics, f"{of_set[1]} {of_set[2]}", name))
     return ", ".join(parts)
+
+
+def _said(metrics: Mapping[str, float], what: str, name: str) -> str:
+    if math.isnan(metrics[name]):
+        return f"{what} unknown"
+    error = metrics.get(f"{name}_se")
+    return f"{what} {metrics[name]:.3f}" + ("" if error is None else f" ± {error:.3f}")
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

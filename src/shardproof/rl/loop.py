@@ -17,7 +17,7 @@ from shardproof.model.compiling import is_compiled
 from shardproof.rl.agreement import agree_on
 from shardproof.rl.conversations.measures import NAME
 from shardproof.rl.drift import require_exact
-from shardproof.rl.evaluation import RunningEvaluation, evaluate
+from shardproof.rl.evaluations import Evaluations
 from shardproof.rl.experience import Experience, collect
 from shardproof.rl.folder import RunFolder
 from shardproof.rl.handover import hand_over
@@ -27,11 +27,12 @@ from shardproof.rl.same_run import Resume
 from shardproof.rl.samples import write_samples
 from shardproof.rl.saves import resume_last, save, save_model
 from shardproof.rl.setup import Run, set_up
-from shardproof.rl.sft import held_out_loss, sft_batch
+from shardproof.rl.sources.measures import shares_of
 from shardproof.rl.stopping import StopFlag, Stopped
-from shardproof.rl.updates import Update, step_metrics, update
-from shardproof.rollout.engine import Request, Sampling, events_of
+from shardproof.rl.updates import Schedule, Update, step_metrics, update
+from shardproof.rollout.engine import Request, events_of
 from shardproof.rollout.trajectory import Trajectory
+from shardproof.shard.moving import move_towards
 from shardproof.train.trainer import default_deadline
 from shardproof.user_code import is_user_name
 
@@ -80,7 +81,7 @@ def _train(run: Run, folder: RunFolder, stop: StopFlag, loggers: Sequence[Logger
     output = run.recipe.output
     with together("output"):
         folder.check_content(run.prompts, run.held_out)
-    step = saved = resume_last(folder, run.policy, run.critic, run.buffer)
+    step = saved = resume_last(folder, run.kept)
     if step >= run.recipe.train.steps:
         message = "nothing is left to train: step %d is saved and train.steps is %d; raise train.steps"
         logger.warning(message, step, run.recipe.train.steps)
@@ -91,8 +92,8 @@ def _train(run: Run, folder: RunFolder, stop: StopFlag, loggers: Sequence[Logger
             "the first step takes longer: it compiles kernels, which are then cached on this machine ..."
         )
     folder.begin(run.prompts, run.held_out, step, loggers)
-    evaluations = _Evaluations(run, folder)
-    if step == 0 and output.eval_every and (found := evaluations.after(step)):
+    evaluations = Evaluations(run, folder)
+    if step == 0 and (found := evaluations.after(step)):
         folder.log(step, found)
     stopping = 0
     try:
@@ -103,7 +104,7 @@ def _train(run: Run, folder: RunFolder, stop: StopFlag, loggers: Sequence[Logger
             folder.log(step, metrics)
             stopping, evaluations.are_ready = folder.end_step(stop.number, evaluations.ready)
             if stopping or (output.save_every and step % output.save_every == 0):
-                save(folder, run.policy, run.critic, run.buffer, step)
+                save(folder, run.kept, step)
                 saved = step
     finally:
         folder.close_outputs()
@@ -112,7 +113,7 @@ def _train(run: Run, folder: RunFolder, stop: StopFlag, loggers: Sequence[Logger
         raise Stopped(stopping, step)
     if output.save_model:
         if saved < step:
-            save(folder, run.policy, run.critic, run.buffer, step)
+            save(folder, run.kept, step)
         save_model(folder, run.policy.model, step)
     return metrics
 
@@ -123,15 +124,19 @@ def one_step(run: Run, step: int, folder: RunFolder) -> dict[str, float]:
     experience = _experience(run, step)
     proved = _prove_tokens(run, experience, step + 1, folder)
     generated = time.perf_counter()
-    updates = _update(run, experience)
+    updates = _update(run, experience, step)
     updated = time.perf_counter()
     measured = step_metrics(run.algorithm, updates)
     if run.recipe.rollout.exact:
         require_exact(step + 1, measured)
-    metrics = experience.metrics | proved | _sync(run, step + 1, folder) | measured
+    metrics = experience.metrics | proved | run.controllers.metrics | measured
+    _move_reference(run, step + 1, folder)
+    metrics |= _sync(run, step + 1, folder)
     _warn(folder, step + 1, run.drift.see(step + 1, metrics))
     seconds = time.perf_counter() - started
-    tokens = sum(run.share.once(exchange(sum(experience.batch.lengths))))
+    rows = run.share.once(exchange([sum(experience.batch.lengths), len(experience.trajectories)]))
+    tokens, num_completions = (sum(column) for column in zip(*rows, strict=True))
+    run.controllers.see(measured, num_completions)
     metrics |= {
         "tokens_per_s": tokens / seconds,
         "time/step": seconds,
@@ -151,8 +156,10 @@ def one_step(run: Run, step: int, folder: RunFolder) -> dict[str, float]:
 
 def _experience(run: Run, step: int) -> Experience:
     train = run.recipe.train
-    if not run.algorithm.spec.samples:
-        return sft_batch(run.prompts, run.stream, train.prompts_per_step, run.share)
+    if run.offline is not None:
+        rows = [run.prompts[row] for row in run.stream.take(train.prompts_per_step)]
+        experience = run.offline.take(rows)
+        return replace(experience, metrics=experience.metrics | shares_of(rows))
     experience = collect(run.buffer, run.scorers, run.algorithm, step=step)
     if run.background is not None:
         run.background.engine.check_drawn()
@@ -183,21 +190,40 @@ def _prove_tokens(run: Run, experience: Experience, step: int, folder: RunFolder
     )
 
 
-def _update(run: Run, experience: Experience) -> list[Update]:
-    recipe = run.recipe
+def _update(run: Run, experience: Experience, step: int) -> list[Update]:
+    recipe, settings = run.recipe, run.recipe.algorithm
+    schedule = Schedule(
+        settings.updates_per_epoch,
+        settings.epochs_per_batch,
+        recipe.train.seed,
+        trains_policy=step >= settings.critic_warmup_steps,
+    )
     return update(
         run.policy,
         run.critic,
         run.algorithm,
         experience,
-        recipe.algorithm.updates_per_batch,
-        temperature=recipe.rollout.temperature,
-        router_coef=recipe.algorithm.router_coef,
+        schedule,
+        step,
+        temperature=recipe.rollout.temperature if run.offline is None else 1.0,
+        router_coef=settings.router_coef,
         micro_batch_tokens=recipe.train.micro_batch_tokens,
         max_grad_norm=recipe.optimizer.max_grad_norm,
         max_consecutive_skips=recipe.train.max_consecutive_skips,
         deadline_s=_step_seconds(run),
     )
+
+
+def _move_reference(run: Run, step: int, folder: RunFolder) -> None:
+    """Move the reference towards the policy, where a recipe asks for that after this step. Collective: every rank."""
+    every, mix = run.recipe.algorithm.reference_sync_every, run.recipe.algorithm.reference_mix
+    reference = run.kept.reference
+    if reference is None or step % every:
+        return
+    with proving(folder, step, "reference", "reference", mix=mix, version=run.policy.model.version) as proof:
+        num = move_towards(reference, run.policy.model, mix)
+        proof.details["elements"] = num
+        proof.text = f"the reference is {mix:g} of the policy and {1 - mix:g} of what it was: {num} elements"
 
 
 def _step_seconds(run: Run) -> float:
@@ -229,81 +255,3 @@ def _warn(folder: RunFolder, step: int, findings: Sequence[Finding]) -> None:
     for finding in findings:
         folder.note(step, "finding", str(finding))
         logger.warning("%s", finding)
-
-
-class _Evaluations:
-    """A run's evaluations: each is awaited, or runs beside training where sampling runs ahead of it in the background."""
-
-    def __init__(self, run: Run, folder: RunFolder):
-        self._run, self._folder = run, folder
-        self._beside = run.background is not None and run.recipe.rollout.ahead > 0
-        self._running: RunningEvaluation | None = None
-        self.are_ready = False  # all ranks
-
-    @property
-    def ready(self) -> bool:
-        """Whether this rank has what an evaluation beside training waits for."""
-        return self._running is not None and self._running.ready
-
-    def after(self, step: int) -> dict[str, float]:
-        """The metrics that are there after a step: of an evaluation that is due, or of an earlier one that is over.
-
-        An evaluation beside training is over before the next one begins, and before the run ends. Collective: every rank.
-        """
-        recipe, found = self._run.recipe, {}
-        is_due = bool(recipe.output.eval_every) and step % recipe.output.eval_every == 0
-        is_last = step >= recipe.train.steps
-        if self._running is not None and (self.are_ready or is_due or is_last):
-            found, self._running, self.are_ready = self._running.result(), None, False
-        if not is_due:
-            return found
-        num = min(len(self._run.held_out), recipe.output.eval_prompts)
-        logger.info("evaluating on %d held-out prompts ...", num)
-        if not self._beside:
-            started = time.perf_counter()
-            return _held_out_metrics(self._run, step) | {"time/evaluation": time.perf_counter() - started}
-        running = _begin_evaluation(self._run, step)
-        if not is_last:
-            self._running = running
-            return found
-        if found:  # the names are the same: it gets a line of its own
-            self._folder.log(step, found)
-        return running.result()
-
-    def give_up(self, step: int) -> None:
-        """End an evaluation that is not over when the run is stopped."""
-        if self._running is not None:
-            self._running.cancel()
-            text = f"the evaluation after step {self._running.step} was given up: the run was stopped"
-            self._folder.note(step, "evaluation", text)
-
-
-def _held_out_metrics(run: Run, step: int) -> dict[str, float]:
-    """What the held-out prompts say. Collective: every rank."""
-    prompts = run.held_out[: run.recipe.output.eval_prompts]
-    found: dict[str, float] = {}
-    if not run.algorithm.spec.samples:
-        size = run.recipe.train.micro_batch_tokens
-        found = held_out_loss(run.policy.model, prompts, size, run.share)
-    if run.sampler.rewards is None:
-        return found
-    num_samples = run.recipe.output.eval_samples
-    return found | evaluate(run.sampler, prompts, _eval_sampling(run), num_samples, step, run.share)
-
-
-def _begin_evaluation(run: Run, step: int) -> RunningEvaluation:
-    assert run.background is not None, "the engine answers in the background"
-    output = run.recipe.output
-    return RunningEvaluation(
-        run.background,
-        run.sampler,
-        run.held_out[: output.eval_prompts],
-        _eval_sampling(run),
-        output.eval_samples,
-        step,
-        run.share,
-    )
-
-
-def _eval_sampling(run: Run) -> Sampling:
-    return replace(run.sampling, temperature=0.0) if run.recipe.output.eval_samples == 1 else run.sampling

@@ -14,7 +14,7 @@ from shardproof.config.schema import Recipe
 from shardproof.export.receipts import read_digest
 from shardproof.files import write_atomic
 from shardproof.foreign import read_json
-from shardproof.report.read import EVENTS_NAME, FACTS_NAME, METRICS_NAME
+from shardproof.report.read import EVENTS_NAME, FACTS_NAME, HEADLINES, METRICS_NAME
 from shardproof.rl.loggers import read_lines
 
 CARD_NAME = "README.md"
@@ -43,8 +43,8 @@ def write_card(run: Path, model: Path, recipe: Recipe, *, adapter: bool = False)
 
 
 def _metadata(recipe: Recipe, adapter: bool) -> ModelCardData:
-    base, data = recipe.model.path, recipe.data.train
-    datasets = [data.split(":")[1]] if data.startswith("hf:") and len(data.split(":")) > 1 else None
+    base, parts = recipe.model.path, [each.source.split(":") for each in recipe.data.sources]
+    datasets = [part[1] for part in parts if part[0] == "hf" and len(part) > 1] or None
     return ModelCardData(
         base_model=base if _is_on_hub(base) else None,
         datasets=datasets,
@@ -62,9 +62,13 @@ def _summary(recipe: Recipe, facts: Mapping[str, Any], adapter: bool) -> str:
     what = "A LoRA adapter for" if adapter else "Trained from"
     return (
         f"{what} {_source(recipe.model.path)} with {recipe.algorithm.name} for {recipe.train.steps} steps on "
-        f"{_source(recipe.data.train)}, by shardproof {facts.get('shardproof') or ''}".rstrip()
+        f"{_named(recipe)}, by shardproof {facts.get('shardproof') or ''}".rstrip()
         + ". Every hand-over of weights in this run was checked; the [receipts](#receipts) are below."
     )
+
+
+def _named(recipe: Recipe) -> str:
+    return ", ".join(_source(each.source) for each in recipe.data.sources)
 
 
 def _source(path: str) -> str:
@@ -77,20 +81,23 @@ def _source(path: str) -> str:
 
 def _results(run: Path) -> str:
     lines = [(line["step"], line.get("metrics") or {}) for line in read_lines(run / METRICS_NAME)]
-    found = [(step, metrics) for step, metrics in lines if metrics.get("eval/reward") is not None]
-    if not found:
+    measured = (name for name in HEADLINES if any(metrics.get(name) is not None for _, metrics in lines))
+    headline = next(measured, None)
+    if headline is None:
         return ""
+    found = [(step, metrics) for step, metrics in lines if metrics.get(headline) is not None]
     rows = []
     for step, metrics in found if len(found) == 1 else (found[0], found[-1]):
-        error = metrics.get("eval/reward_se")
+        error = metrics.get(f"{headline}_se")
         rows.append(
             (
                 int(metrics.get("eval/step", step)),
-                f"{metrics['eval/reward']:.4f}",
+                f"{metrics[headline]:.4f}",
                 "" if error is None else f"{error:.4f}",
             )
         )
-    return "## Held-out reward\n\n" + _table(("after step", "mean reward", "standard error"), rows)
+    called = HEADLINES[headline]
+    return f"## Held-out {called}\n\n" + _table(("after step", f"mean {called}", "standard error"), rows)
 
 
 def _use(recipe: Recipe, adapter: bool) -> str:

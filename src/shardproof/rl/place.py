@@ -11,13 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from shardproof.checkpoints.folders import list_checkpoints, step_of
+from shardproof.config.evaluation_sets import named_sources
+from shardproof.config.judges import judge_paths
 from shardproof.config.load import to_json
 from shardproof.config.schema import Recipe
 from shardproof.errors import ShardproofError, fail
 from shardproof.files import write_atomic
 from shardproof.foreign import is_inside, read_json
 from shardproof.report.read import METRICS_NAME
-from shardproof.rl.data import Prompt
+from shardproof.rl.data import HeldOutPrompts, Prompt
 from shardproof.rl.loggers import read_lines
 from shardproof.rl.same_run import (
     Digests,
@@ -31,7 +33,9 @@ from shardproof.rl.same_run import (
 from shardproof.text import without_secrets
 
 SETTINGS_NAME = "config.json"
-CHECKPOINTS, CRITIC, MODEL, ADAPTER = "checkpoints", "critic", "model", "adapter"
+CHECKPOINTS, CRITIC, REFERENCE, MODEL, ADAPTER = "checkpoints", "critic", "reference", "model", "adapter"
+BEST = "best"  # the model and the adapter of the best evaluation
+BEST_NAME = "best.json"  # in there: which one it is
 # What may hold passwords. A resume compares neither.
 _PRIVATE = (("output", "tracker_options"), ("rollout", "vllm"))
 _MARK = "shardproof"  # the key that tells a run's config.json from a model's
@@ -124,7 +128,7 @@ def _look(recipe: Recipe, resume: Resume) -> State:
 
 
 def check_content(
-    state: State, recipe: Recipe, prompts: Sequence[Prompt], held_out: Sequence[Prompt], resume: Resume
+    state: State, recipe: Recipe, prompts: Sequence[Prompt], held_out: HeldOutPrompts, resume: Resume
 ) -> None:
     """Raise if data or models hold other things than when the run in this state was begun."""
     if state.is_used and state.digests and resume.from_step != 0:
@@ -165,6 +169,18 @@ def checkpoint_steps(root: Path) -> tuple[int, ...]:
     return tuple(step_of(path) for path in list_checkpoints(root)) if root.is_dir() else ()
 
 
+def read_best(folder: Path) -> dict[str, Any] | None:
+    """What a run's folder says of its best model; None if there is none that can be told from others."""
+    path = folder / BEST / BEST_NAME
+    try:
+        found = read_json(path, "output", code="C006") if path.exists() else None
+    except ShardproofError:
+        return None
+    if not isinstance(found, dict) or not isinstance(found.get("metric"), str):
+        return None
+    return found if all(isinstance(found.get(key), (int, float)) for key in ("step", "value")) else None
+
+
 def _is_settings(found: Any) -> bool:
     """Whether a JSON value is a run's settings; those of earlier versions have no mark."""
     return isinstance(found, dict) and all(
@@ -185,10 +201,10 @@ def _last_step(folder: Path) -> int:
 
 def _sources(recipe: Recipe) -> Iterator[tuple[str, Path]]:
     roles = {"model": recipe.model, "reference": recipe.reference, "critic": recipe.critic}
-    for name, role in roles.items():
-        if role is not None and role.path:
-            yield f"{name}.path", Path(role.path).expanduser()
-    for key, source in (("data.train", recipe.data.train), ("data.evaluation", recipe.data.evaluation)):
+    paths = {f"{name}.path": role.path for name, role in roles.items() if role is not None and role.path}
+    for key, path in (paths | judge_paths(recipe)).items():
+        yield key, Path(path).expanduser()
+    for key, source in named_sources(recipe).items():
         if source and not source.startswith(("hf:", "environment:")):
             yield key, Path(source)
 

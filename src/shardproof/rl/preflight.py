@@ -19,6 +19,7 @@ import torch
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
+from shardproof.config.evaluation_sets import named_sources
 from shardproof.config.schema import Recipe
 from shardproof.errors import ShardproofError
 from shardproof.findings import Finding
@@ -137,7 +138,7 @@ def check_accounts(start: Start) -> list[Finding]:
 def _needed(recipe: Recipe) -> dict[str, str]:
     """The optional packages that a recipe needs, each with the setting that asks for it."""
     needed = {}
-    for key, source in (("data.train", recipe.data.train), ("data.evaluation", recipe.data.evaluation or "")):
+    for key, source in named_sources(recipe).items():
         if source.startswith("hf:"):
             needed["datasets"] = f"{key}={source!r}"
         elif source.endswith(".parquet"):
@@ -221,7 +222,9 @@ def check_disk(start: Start) -> list[Finding]:
     whole = (1 + _NUM_MOMENTS.get(recipe.optimizer.name, 0)) * size
     checkpoint = size if recipe.model.lora is not None else whole
     if find_algorithm(recipe.algorithm.name).spec.has_critic:
-        checkpoint += whole
+        checkpoint += size if recipe.critic is not None and recipe.critic.lora is not None else whole
+    if recipe.algorithm.reference_sync_every:
+        checkpoint += size
     model = start.num_elements * _itemsize(output.model_dtype or "bfloat16") if output.save_model else 0
     needed, free = num_checkpoints * checkpoint + model, shutil.disk_usage(existing_folder(folder)).free
     if needed <= free:

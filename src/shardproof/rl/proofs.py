@@ -33,6 +33,7 @@ COMPARED = {
     "tokens": "In each step, before the update, every sampled token of the batch, the tokens before it, its log-prob and its "
     "weight version were compared with what the engine read and returned, and the mask with what was sampled. Noted at the "
     "first and last step, at evaluations and at checkpoints.",
+    "reference": "Every element of the reference was written exactly once, from the policy's at the same place, and is finite.",
     "checkpoint": "Every file was written whole, with a checksum that a resume compares before it reads anything.",
     "export": "Every tensor was sent once and is finite, and the sizes of all files were read back.",
 }
@@ -167,4 +168,8 @@ def _load_of(model: ShardedModel) -> tuple[str, float, dict[str, Any]]:
         "peak_bytes": receipt["peak_bytes"],
         "written_by": dict(receipt["num_by_writer"]),
     }
+    if model.base_digests:  # compared again at every save and sync
+        digest = sum(model.base_digests.values()) % 2**64
+        held = {"held_in": model.settings.lora_base, "weights": len(model.base_digests)}
+        details["frozen_base"] = held | {"digest": f"{digest:016x}"}
     return str(model.receipt), receipt["seconds"], details

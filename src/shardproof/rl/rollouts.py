@@ -14,8 +14,9 @@ from shardproof.rl.conversations.measures import NAME, reward_sample
 from shardproof.rl.conversations.steps import Start, starts_of, with_text
 from shardproof.rl.conversations.waves import Conversations
 from shardproof.rl.data import Prompt
-from shardproof.rl.reward_failures import rewards_together
-from shardproof.rl.rewards import PendingRewards, RewardRunner
+from shardproof.rl.reward_models import RewardModels
+from shardproof.rl.rewards.failures import rewards_together
+from shardproof.rl.rewards.runner import PendingRewards, RewardRunner
 from shardproof.rl.versions import Versions
 from shardproof.rollout.engine import Engine, Request, Sampling, answers
 from shardproof.rollout.token_ledger import TokenLedger
@@ -37,6 +38,8 @@ class Sampler:
         nullcontext  # of the policy's memory, while it samples
     )
     versions: Versions = field(default_factory=Versions)  # that the engine was handed
+    models: RewardModels | None = None  # that score conversations when they are there
+    asks: str | None = None  # the rows' column that reward models read the prompt from
 
     def pending(self) -> PendingRewards:
         """Rewards of trajectories still to be sampled."""
@@ -45,9 +48,29 @@ class Sampler:
 
     @property
     def reward_names(self) -> list[str]:
-        """The reward functions', and the environment's at the end."""
-        functions = [spec.name for spec in self.rewards.specs] if self.rewards is not None else []
+        """The reward functions', the reward models', and the environment's at the end."""
+        functions = [spec.key for spec in self.rewards.specs] if self.rewards is not None else []
+        functions += [spec.name for spec in self.models.specs] if self.models is not None else []
         return functions if self.conversations is None else [*functions, NAME]
+
+    @property
+    def is_rewarded(self) -> bool:
+        """Whether some reward counts; otherwise all are only measured."""
+        weights = [spec.weight for spec in self.rewards.specs] if self.rewards is not None else []
+        weights += [spec.weight for spec in self.models.specs] if self.models is not None else []
+        return self.conversations is not None or any(weights)
+
+    def judged(self, trajectories: Sequence[Trajectory], rewards: list[Reward]) -> list[Reward]:
+        """The rewards with what reward models say, where there are any. Collective: every rank."""
+        if self.models is None:
+            return rewards
+        assert self.rewards is not None, "what has reward models has rewards"
+        return self.models.added(trajectories, rewards, self.rewards.noticed)
+
+    def shaped(self, trajectories: Sequence[Trajectory]) -> Sequence[Trajectory]:
+        """The trajectories with what is learned from, where that is not the total of their rewards."""
+        models = () if self.models is None else self.models.specs
+        return trajectories if self.rewards is None else self.rewards.shaped(trajectories, models)
 
     @property
     def masks_truncated(self) -> bool:
@@ -109,9 +132,22 @@ class Sampler:
         if self.conversations is not None:
             yield from self.conversations.run(self.engine, starts, sampling, ledger)
             return
-        requests = [Request(Trajectory.of_prompt(s.prompt.tokens, s.group, s.sample), s.seed) for s in starts]
+        requests = [
+            Request(
+                Trajectory.of_prompt(s.prompt.tokens, s.group, s.sample),
+                s.seed,
+                sampling=s.own_sampling(sampling),
+            )
+            for s in starts
+        ]
         for ready in answers(self.engine, requests, sampling, ledger):
-            yield [(place, with_text(t, starts[place].prompt, self.tokenizer)) for place, t in ready]
+            yield [
+                (
+                    place,
+                    with_text(t, starts[place].prompt, self.tokenizer, self.asks, sampling.include_stop),
+                )
+                for place, t in ready
+            ]
 
 
 def await_rewards(
@@ -119,18 +155,22 @@ def await_rewards(
     find: Callable[[], list[Reward]],
     noticed: set[str],
     algorithm: Algorithm | None = None,
+    judged: Callable[[Sequence[Trajectory], list[Reward]], list[Reward]] | None = None,
+    shaped: Callable[[Sequence[Trajectory]], Sequence[Trajectory]] = list,
 ) -> tuple[list[Trajectory], float]:
     """(the trajectories with their rewards and the algorithm's penalties, the seconds that were spent waiting).
 
-    `find` waits for the rewards and returns them; `noticed` are the kinds of failures that were shown. Collective: every
-    rank.
+    `find` waits for the rewards and returns them; `noticed` are the kinds of failures that were shown; `judged` adds what
+    reward models say; `shaped` decides what is learned from if that is not the total. Collective: every rank.
     """
     started = time.perf_counter()
     rewards = rewards_together(find, noticed)
+    if judged is not None:
+        rewards = judged(trajectories, rewards)
     waited_s = time.perf_counter() - started
     rewarded = []
     for trajectory, reward in zip(trajectories, rewards, strict=True):
         penalty = algorithm.penalty(trajectory) if algorithm is not None else 0.0
         require_number("rollout", "penalty", penalty)
         rewarded.append(replace(trajectory, reward=replace(reward, penalty=penalty)))
-    return rewarded, waited_s
+    return list(shaped(rewarded)), waited_s

@@ -13,7 +13,7 @@ from shardproof.rl.conversations.measures import all_rewards, reward_sample
 from shardproof.rl.conversations.steps import Start, starts_of
 from shardproof.rl.data import Prompt, Share
 from shardproof.rl.known import Known
-from shardproof.rl.rewards import PendingRewards
+from shardproof.rl.rewards.runner import PendingRewards
 from shardproof.rl.rollouts import Sampler
 from shardproof.rl.versions import lag_of
 from shardproof.rollout.engine import Sampling
@@ -35,6 +35,16 @@ class Means:
     group_size: int
     share: Share  # of the prompts, that this rank takes
     background: BackgroundRollouts | None = None  # None: the engine computes in this process
+    greedy: bool = False  # each prompt has a greedy trajectory too, behind those of its group
+
+    @property
+    def num_per_prompt(self) -> int:
+        """Trajectories of each prompt."""
+        return self.group_size + self.greedy
+
+    def is_greedy(self, trajectory: Trajectory) -> bool:
+        """Whether it is the one that its prompt's others are compared with."""
+        return trajectory.sample == self.group_size
 
     @property
     def leads(self) -> bool:
@@ -82,7 +92,9 @@ class Round(ABC):
         self.known = {key: known for key, known in self.known.items() if key in kept}
         self.begun_at = step - max(kept.values(), default=0)
         asked = [(each.group, self.means.prompts[each.row]) for each in self.means.share.of(self.drawn)]
-        self.starts = starts_of(self.means.sampler.seed, asked, self.means.group_size, self.step)
+        self.starts = starts_of(
+            self.means.sampler.seed, asked, self.means.group_size, self.step, self.means.greedy
+        )
         for start in self.starts:
             if (known := self.known.get((start.group, start.sample))) is not None and known.turns:
                 self.ledger.put(start.group, start.sample, known.turns)
@@ -155,7 +167,7 @@ class SampledRound(Round):
     def _is_incomplete(self) -> bool:
         """Whether any rank has something to sample. The same on every rank."""
         num_complete = sum(known.trajectory is not None for known in self.known.values())
-        return num_complete < len(self.drawn) * self.means.group_size
+        return num_complete < len(self.drawn) * self.means.num_per_prompt
 
     @property
     def num_complete(self) -> int:
@@ -228,7 +240,7 @@ class BackgroundRound(Round):
         for place in self._found:
             group = self.starts[place].group
             num[group] = num.get(group, 0) + 1
-        return [group for group, complete in num.items() if complete == self.means.group_size]
+        return [group for group, complete in num.items() if complete == self.means.num_per_prompt]
 
     def trajectories(self, groups: Collection[int] | None = None) -> list[Trajectory]:
         """This rank's, in order, as soon as they are there: of these groups, all if None. Each can be taken once.

@@ -16,11 +16,12 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from shardproof.config.judges import judge_paths
 from shardproof.config.load import all_keys, to_json
 from shardproof.config.schema import Recipe
 from shardproof.errors import ShardproofError, did_you_mean, fail
 from shardproof.foreign import read_foreign
-from shardproof.rl.data import Prompt, rows_digest
+from shardproof.rl.data import HeldOutPrompts, Prompt, rows_digest
 from shardproof.weights.reader import open_checkpoint
 from shardproof.weights.source import find_folder
 
@@ -29,31 +30,48 @@ FREE = {
     *("model.strategy", "model.replicate", "model.cpu_offload", "model.sequence_parallel"),
     *("model.checkpoint_activations", "model.reshard_after_forward", "model.compile"),
     "model.trust_remote_code",
+    "teacher",  # its content is compared where it is loaded; a server may move
     *("reference.strategy", "reference.cpu_offload", "reference.lr", "critic.strategy", "critic.cpu_offload"),
     *("rollout.batch_size", "rollout.cache_gib", "rollout.offload_policy", "rollout.sleep"),
     *("rollout.kv_cache_gib", "rollout.canary_tolerance"),
     "rollout.vllm",
-    "data.max_prompt_tokens",  # longer prompts are refused, not cut
+    *("data.max_prompt_tokens", "data.too_long", "data.no_answer"),  # the rows that stay are compared
+    *("data.pass_rates", "data.pass_rate_between"),
     *("reward.timeout_s", "reward.num_workers"),
     *("environment.timeout_s", "environment.num_workers", "environment.python"),
     *("train.steps", "train.micro_batch_tokens", "train.ranks", "train.max_consecutive_skips"),
     "train.deadline_s",
+    *("evaluation.temperature", "evaluation.max_new_tokens", "evaluation.top_p", "evaluation.pass_at"),
+    *("evaluation.majority", "evaluation.best"),
     "output",
 }
 FIXED = {
     *("model.random_init", "model.param_dtype", "model.compute_dtype", "model.lora"),
-    "critic.lr",
+    *("critic.lr", "critic.lora"),
     *("rollout.engine", "rollout.group_size", "rollout.max_new_tokens", "rollout.temperature"),
     *("rollout.top_p", "rollout.ahead", "rollout.order", "rollout.too_old", "rollout.replay_experts"),
-    *("rollout.exact", "rollout.fp8"),
+    *("rollout.exact", "rollout.fp8", "rollout.top_k", "rollout.min_p", "rollout.repetition_penalty"),
+    *("rollout.presence_penalty", "rollout.frequency_penalty", "rollout.min_new_tokens", "rollout.stop"),
+    *("rollout.stop_ids", "rollout.include_stop", "rollout.row_overrides"),
     "algorithm",
     "environment",
+    *("data.chosen_column", "data.rejected_column", "data.label_column", "data.messages_column"),
+    *("data.train_on", "data.max_length", "data.on_max_length"),
     *("data.prompt_column", "data.answer_column", "data.completion_column", "data.chat"),
-    *("reward.functions", "reward.on_error"),
+    *("data.chat_template_kwargs", "data.system_prompt", "data.on_system_prompt", "data.curriculum"),
+    *("reward.functions", "reward.models", "reward.on_error", "reward.normalise", "reward.clip"),
     "optimizer",
     *("train.prompts_per_step", "train.seed"),
 }
-CONTENT = {"model.path", "reference.path", "critic.path", "data.train", "data.evaluation"}
+CONTENT = {
+    "model.path",
+    "reference.path",
+    "critic.path",
+    "teacher.path",
+    "data.train",
+    "data.evaluation",
+    "evaluation.sets",
+}
 
 _MODEL_FILES = (
     *("config.json", "generation_config.json"),
@@ -164,16 +182,26 @@ def refuse_changes(folder: Path, changes: Iterable[Change], resume: Resume) -> N
 
 
 def take_digests(
-    recipe: Recipe, prompts: Sequence[Prompt], held_out: Sequence[Prompt]
+    recipe: Recipe, prompts: Sequence[Prompt], held_out: HeldOutPrompts
 ) -> dict[str, dict[str, str]]:
     """What the run's sources hold: rows of data, and each model's files with a sample of its weights."""
     found = {"data.train": _rows_of(prompts)}
-    if held_out:
-        found["data.evaluation"] = _rows_of(held_out)
+    if not isinstance(recipe.data.train, str):
+        found["data.train"]["sources"] = ", ".join(
+            f"{each.name} x {each.weight}" if each.weight else each.name for each in recipe.data.sources
+        )
+    sets = {name: _rows_of(rows) for name, rows in held_out.items() if rows}
+    if (default := sets.pop("", None)) is not None:
+        found["data.evaluation"] = default
+    if sets:
+        found["evaluation.sets"] = {
+            f"{name} {part}": text for name, of in sets.items() for part, text in of.items()
+        }
     roles = {"reference.path": recipe.reference, "critic.path": recipe.critic}
     paths = {"model.path": recipe.model.path} | {
         k: role.path for k, role in roles.items() if role is not None and role.path
     }
+    paths |= judge_paths(recipe)
     for key, path in paths.items():
         folder = find_folder(path, None)
         if folder is not None:

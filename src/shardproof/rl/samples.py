@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 from shardproof.report.read import SAMPLES_NAME
-from shardproof.rl.experience import Experience, in_groups
+from shardproof.rl.experience import Experience
+from shardproof.rl.experience_metrics import in_groups
 from shardproof.rl.folder import RunFolder
 from shardproof.rl.templates import panics_as_errors
 from shardproof.rl.versions import token_counts
@@ -46,7 +47,7 @@ def sample_lines(experience: Experience, decode: Decode) -> Iterator[dict[str, A
     """
     place = 0
     for group in in_groups(experience.trajectories):
-        rewards = [reward_of(trajectory).trained for trajectory in group]
+        rewards = [reward_of(trajectory).measured for trajectory in group]
         for trajectory in group:
             reward = reward_of(trajectory)
             line = {
@@ -54,7 +55,7 @@ def sample_lines(experience: Experience, decode: Decode) -> Iterator[dict[str, A
                 "sample": trajectory.sample,
                 "prompt": trajectory.facts["prompt"],
                 "completion": trajectory.text,
-                "reward": reward.trained,
+                "reward": reward.measured,
                 "rewards": dict(reward.parts),
             }
             places = range(place, place + len(trajectory.sequences))
@@ -62,6 +63,8 @@ def sample_lines(experience: Experience, decode: Decode) -> Iterator[dict[str, A
                 line["answer"] = str(answer)[:_MAX_ANSWER]
             if (advantage := _advantage(experience.batch, places)) is not None:
                 line["advantage"] = advantage
+            if reward.no_signal:
+                line["no_signal"] = list(reward.no_signal)
             if trajectory is group[0]:
                 line["group_rewards"] = rewards
             line |= _origin(trajectory, decode)

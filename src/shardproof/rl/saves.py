@@ -5,22 +5,25 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.optim.lr_scheduler import LRScheduler
 
 from shardproof.checkpoints.folders import checkpoint_name
 from shardproof.checkpoints.resume import read_files, resume
 from shardproof.checkpoints.save import save_checkpoint
 from shardproof.dist.collectives import broadcast, together
 from shardproof.errors import ShardproofError, error_for
+from shardproof.export.manifest import ExportReceipt
 from shardproof.export.pretrained import save_pretrained
 from shardproof.rl.buffer import Buffer
+from shardproof.rl.controllers import Controllers
 from shardproof.rl.folder import RunFolder
 from shardproof.rl.hub import publish
-from shardproof.rl.place import ADAPTER, CHECKPOINTS, CRITIC, MODEL
+from shardproof.rl.place import ADAPTER, CHECKPOINTS, CRITIC, MODEL, REFERENCE
 from shardproof.rl.proofs import proving
 from shardproof.rl.saved_rounds import FILE_PREFIX, buffer_files, describe_buffer, restore_buffer
 from shardproof.shard.sharded_model import ShardedModel
@@ -31,7 +34,18 @@ logger = logging.getLogger(__name__)
 _DAMAGED = ("E407", "E409")
 
 
-def resume_last(folder: RunFolder, policy: Trainer, critic: Trainer | None, buffer: Buffer) -> int:
+@dataclass(frozen=True)
+class Kept:
+    """What a run goes on from."""
+
+    policy: Trainer
+    critic: Trainer | None
+    buffer: Buffer
+    controllers: Controllers
+    reference: ShardedModel | None  # None: there is none, or it is what was loaded
+
+
+def resume_last(folder: RunFolder, kept: Kept) -> int:
     """Load the last checkpoint, or the one that was asked for; returns the number of steps taken.
 
     Settings of optimizer and schedule stay the recipe's: what the user allowed to change takes effect, at once.
@@ -45,27 +59,40 @@ def resume_last(folder: RunFolder, policy: Trainer, critic: Trainer | None, buff
     which = checkpoint_name(found[-1])
     logger.info("resuming from the checkpoint of step %d ...", folder.step)
     with proving(folder, folder.step, "resume") as proof, _naming_older(found):
-        extra = _resume(folder, CHECKPOINTS, policy, which)
+        extra = _resume(folder, CHECKPOINTS, kept.policy, which)
         proof.text = f"resumed from step {extra['step']}"
-    if critic is not None:
-        with proving(folder, folder.step, "resume", "critic") as proof, _naming_older(found):
-            _resume(folder, CRITIC, critic, checkpoint_name(extra["step"]))
-            proof.text = f"resumed from step {extra['step']}"
-    buffer.stream.position = extra["position"]
-    if "buffer" in extra:  # not in checkpoints of earlier versions
-        _resume_buffer(folder, buffer, extra, found)
+    others = {CRITIC: kept.critic, REFERENCE: kept.reference}
+    for role, model in others.items():
+        if model is not None:
+            with proving(folder, folder.step, "resume", role) as proof, _naming_older(found):
+                _resume(folder, role, model, checkpoint_name(extra["step"]))
+                proof.text = f"resumed from step {extra['step']}"
+    kept.buffer.stream.position = extra["position"]
+    kept.buffer.stream.restore(extra.get("stream", {}))
+    # Not in checkpoints of earlier versions.
+    if "controllers" in extra:
+        kept.controllers.restore(extra["controllers"])
+    if "buffer" in extra:
+        _resume_buffer(folder, kept.buffer, extra, found)
     return int(extra["step"])
 
 
-def _resume(folder: RunFolder, name: str, trained: Trainer, which: str) -> dict[str, Any]:
+def _resume(folder: RunFolder, name: str, what: Trainer | ShardedModel, which: str) -> dict[str, Any]:
     return resume(
         folder.path / name,
-        trained.model,
-        trained.optimizer,
-        trained.scheduler,
+        *_parts(what),
         which,
         keep_settings=True,
         places=folder.places,
+    )
+
+
+def _parts(
+    what: Trainer | ShardedModel,
+) -> tuple[ShardedModel, torch.optim.Optimizer | None, LRScheduler | None]:
+    """The model, and what trains it, if anything does."""
+    return (
+        (what, None, None) if isinstance(what, ShardedModel) else (what.model, what.optimizer, what.scheduler)
     )
 
 
@@ -94,36 +121,36 @@ def _naming_older(steps: Sequence[int]) -> Iterator[None]:
         raise error_for([replace(finding, fix=fix) for finding in error.findings]) from error
 
 
-def save(folder: RunFolder, policy: Trainer, critic: Trainer | None, buffer: Buffer, step: int) -> None:
+def save(folder: RunFolder, kept: Kept, step: int) -> None:
     """Checkpoint everything. The policy's is written last: it is the one that says a step is complete.
 
     Collective: every rank.
     """
-    keep, name = folder.recipe.output.keep, checkpoint_name(step)
+    keep, name, buffer = folder.recipe.output.keep, checkpoint_name(step), kept.buffer
     files: dict[str, bytes] = {}
     if buffer.rounds:  # on every rank, or on none
         with together("save"):
             files = buffer_files(buffer)
     logger.info("saving the checkpoint of step %d ...", step)
-    if critic is not None:
-        with proving(folder, step, "checkpoint", "critic", path=f"{CRITIC}/{name}") as proof:
+    for role, model in {CRITIC: kept.critic, REFERENCE: kept.reference}.items():
+        if model is None:
+            continue
+        with proving(folder, step, "checkpoint", role, path=f"{role}/{name}") as proof:
             save_checkpoint(
-                folder.path / CRITIC,
-                critic.model,
-                critic.optimizer,
-                critic.scheduler,
-                step=step,
-                keep=keep + 1,
-                places=folder.places,
+                folder.path / role, *_parts(model), step=step, keep=keep + 1, places=folder.places
             )
-            proof.text = f"saved the critic after step {step}"
-    extra = {"step": step, "position": buffer.stream.position, "buffer": describe_buffer(buffer)}
+            proof.text = f"saved the {role} after step {step}"
+    extra = {
+        "step": step,
+        "position": buffer.stream.position,
+        "stream": buffer.stream.state(),
+        "buffer": describe_buffer(buffer),
+        "controllers": kept.controllers.state(),
+    }
     with proving(folder, step, "checkpoint", path=f"{CHECKPOINTS}/{name}") as proof:
         save_checkpoint(
             folder.path / CHECKPOINTS,
-            policy.model,
-            policy.optimizer,
-            policy.scheduler,
+            *_parts(kept.policy),
             extra,
             step=step,
             keep=keep,
@@ -138,19 +165,30 @@ def save_model(folder: RunFolder, policy: ShardedModel, step: int) -> None:
 
     Collective: every rank. Rank 0 alone uploads.
     """
-    name = folder.recipe.output.model_dtype
-    dtype = "checkpoint" if name is None else getattr(torch, name)
-    receipts = {}
-    for place in (MODEL, ADAPTER) if policy.has_lora else (MODEL,):
-        logger.info("writing the %s to %s ...", place, folder.path / place)
-        is_model = place == MODEL
-        with proving(folder, step, "export", path=place) as proof:
-            target = folder.path / place
-            receipts[place] = save_pretrained(
-                policy, target, dtype if is_model else None, merge_lora=is_model
-            )
-            proof.take(receipts[place])
+    receipts = write_model(folder, policy, step)
     problem = publish(folder.path, folder.recipe, receipts) if dist.get_rank() == 0 else None
     if problem is not None:
         logger.warning("%s", problem)
         folder.note(step, "publish", problem)
+
+
+def write_model(
+    folder: RunFolder, policy: ShardedModel, step: int, root: str = ""
+) -> dict[str, ExportReceipt]:
+    """Write the model, and a LoRA run's adapter beside it, into the run's folder, or into a folder `root` in there.
+
+    Collective: every rank.
+    """
+    name = folder.recipe.output.model_dtype
+    dtype = "checkpoint" if name is None else getattr(torch, name)
+    receipts = {}
+    for place in (MODEL, ADAPTER) if policy.has_lora else (MODEL,):
+        path = f"{root}/{place}" if root else place
+        target, is_model = folder.path / path, place == MODEL
+        logger.info("writing the %s to %s ...", place, target)
+        with proving(folder, step, "export", path=path) as proof:
+            receipts[place] = save_pretrained(
+                policy, target, dtype if is_model else None, merge_lora=is_model
+            )
+            proof.take(receipts[place])
+    return receipts

@@ -8,46 +8,45 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-import torch
 import torch.distributed as dist
-from transformers import PretrainedConfig
 
-from shardproof.config.schema import Recipe, Role, Rollout
+from shardproof.config.schema import Critic, Recipe
 from shardproof.dist.collectives import exchange, together
 from shardproof.dist.launch import init_distributed
-from shardproof.dist.mesh import make_mesh
 from shardproof.environments.pool import EnvironmentPool
 from shardproof.errors import fail
 from shardproof.export.stream import WeightStream
-from shardproof.model.exact import make_exact
-from shardproof.model.roles import RoleModule
 from shardproof.rl.algorithms.base import Algorithm
 from shardproof.rl.algorithms.registry import make_algorithm
 from shardproof.rl.background import BackgroundRollouts
 from shardproof.rl.buffer import Buffer
-from shardproof.rl.checks import Inputs, check_ahead, make_lora
+from shardproof.rl.checks import Inputs, check_ahead
+from shardproof.rl.controllers import Controllers
 from shardproof.rl.conversations.prepare import start_workers
 from shardproof.rl.conversations.waves import Conversations
-from shardproof.rl.data import Prompt, PromptStream, Share
+from shardproof.rl.data import HeldOutPrompts, Prompt, PromptStream, Share
 from shardproof.rl.drift import MismatchWatch
-from shardproof.rl.experience import Scorers
+from shardproof.rl.engines import make_engine, make_sampling, sleeps
 from shardproof.rl.finished import FinishedBuffer
+from shardproof.rl.given_data import make_offline
 from shardproof.rl.inputs import read_inputs
-from shardproof.rl.proofs import Ledger, proved_load
-from shardproof.rl.rewards import RewardRunner, RewardSpec
+from shardproof.rl.models import load_role, make_trainer
+from shardproof.rl.offline import OfflineData
+from shardproof.rl.proofs import Ledger
+from shardproof.rl.reward_models import RewardModels, load_reward_models
+from shardproof.rl.rewards.from_recipe import make_rewards
 from shardproof.rl.rollouts import Sampler
 from shardproof.rl.rounds import Means
+from shardproof.rl.saves import Kept
+from shardproof.rl.scorers import Scorers, keeps_reference
+from shardproof.rl.sources.streams import make_stream
+from shardproof.rl.teacher import load_teacher
 from shardproof.rollout.engine import BackgroundEngine, Engine, Sampling
-from shardproof.rollout.experts import ExpertShape
-from shardproof.rollout.local import EmbeddedEngine, ShardedEngine
+from shardproof.rollout.local import ShardedEngine
 from shardproof.rollout.recording import expert_shape
-from shardproof.shard.load import load
+from shardproof.shard.moving import check_movable
 from shardproof.shard.sharded_model import ShardedModel
-from shardproof.shard.sleeping import can_sleep
-from shardproof.train.optim import make_optimizer, make_schedule
 from shardproof.train.trainer import Trainer
-from shardproof.user_code import import_named, is_user_name
-from shardproof.weights.source import RandomInit
 
 logger = logging.getLogger(__name__)
 
@@ -61,17 +60,26 @@ class Run:
     policy: Trainer
     critic: Trainer | None
     scorers: Scorers
+    offline: OfflineData | None  # what is trained on where nothing is sampled
     sampler: Sampler
     buffer: Buffer  # of what is sampled to be trained on
     weights: WeightStream  # what the engine is sent
     prompts: Sequence[Prompt]
-    held_out: Sequence[Prompt]
+    held_out: HeldOutPrompts
     stream: PromptStream
     sampling: Sampling
     share: Share  # of the prompts, that this rank takes
     canary: tuple[int, ...]  # a prompt on which engine and trainer are compared
     sleeps: bool  # the engine, while the policy is updated
+    controllers: Controllers
     drift: MismatchWatch = field(default_factory=MismatchWatch)
+
+    @property
+    def kept(self) -> Kept:
+        """What a checkpoint has to hold of the run."""
+        moves = bool(self.recipe.algorithm.reference_sync_every)
+        reference = self.scorers.reference if moves else None
+        return Kept(self.policy, self.critic, self.buffer, self.controllers, reference)
 
     @property
     def background(self) -> BackgroundRollouts | None:
@@ -114,46 +122,43 @@ def _load(
     ledger: Ledger | None,
     step: int,
 ) -> Run:
-    logger.info("%d prompts to train on, %d held out", len(inputs.prompts), len(inputs.held_out))
-    load_role = partial(_load_role, recipe, config=inputs.config, ledger=ledger, step=step)
-    policy = load_role(None, "policy")
-    needs_reference = "ref_logps" in algorithm.columns and recipe.model.lora is None
-    reference = load_role(recipe.reference, "reference") if needs_reference else None
-    critic = None
-    if algorithm.spec.has_critic:
-        section = recipe.critic or Role()
-        critic = _trainer(recipe, load_role(section, "critic"), section.lr)
+    logger.info(
+        "%d prompts to train on, %d held out", len(inputs.prompts), sum(map(len, inputs.held_out.values()))
+    )
+    models = _load_models(recipe, inputs, algorithm, ledger, step)
+    policy, replay = models.scorers.policy, models.scorers.replay
     # SFT samples for its evaluation alone, and a replica would have to be kept up to date for that.
-    replay = expert_shape(policy) if recipe.rollout.replay_experts and algorithm.spec.samples else None
     engine = (
         make_engine(recipe, policy, replay)
         if algorithm.spec.samples
         else ShardedEngine(policy, recipe.rollout.batch_size)
     )
-    trainer = _trainer(recipe, policy, None)
-    sampler = _make_sampler(recipe, inputs, workers, engine, trainer)
+    trainer = make_trainer(recipe, policy, None)
+    sampler = _make_sampler(recipe, inputs, workers, engine, trainer, models.rewards)
     # One of the hosts may have a file that another lacks.
-    stop_ids = tuple(sorted({token for row in exchange(list(inputs.stop_ids)) for token in row}))
+    named = [token for row in exchange(list(inputs.stop_ids)) for token in row]
     rollout, train = recipe.rollout, recipe.train
-    sampling = Sampling(rollout.max_new_tokens, rollout.temperature, rollout.top_p, stop_ids)
+    sampling = make_sampling(rollout, named, inputs.tokenizer)
     share = Share(dist.get_rank(), dist.get_world_size(), policy.sequence_parallel)
-    stream = PromptStream(len(inputs.prompts), train.seed)
+    stream = make_stream(recipe, inputs.prompts, inputs.sources, inputs.rates)
+    scorers = models.scorers
+    offline = make_offline(recipe, algorithm, scorers, share, inputs.prompts, inputs.held_out)
+    if recipe.algorithm.preference.precompute:
+        scorers = replace(scorers, reference=None)  # it has scored all rows, and its memory is free again
     return Run(
         recipe=recipe,
         algorithm=algorithm,
         policy=trainer,
-        critic=critic,
-        scorers=Scorers(
-            policy,
-            reference,
-            critic.model if critic is not None else None,
-            rollout.temperature,
-            train.micro_batch_tokens,
-            replay,
-        ),
+        critic=models.critic,
+        scorers=scorers,
+        offline=offline,
         sampler=sampler,
         buffer=_make_buffer(
-            recipe, Means(sampler, sampling, inputs.prompts, rollout.group_size, share), stream
+            recipe,
+            Means(
+                sampler, sampling, inputs.prompts, rollout.group_size, share, None, algorithm.greedy_baseline
+            ),
+            stream,
         ),
         weights=WeightStream(policy, policy.settings.compute_dtype, deadline_s=train.deadline_s),
         prompts=inputs.prompts,
@@ -162,13 +167,66 @@ def _load(
         sampling=sampling,
         share=share,
         canary=inputs.canary,
+        controllers=Controllers(algorithm),
         # To wake is collective: all ranks sleep, or none.
         sleeps=algorithm.spec.samples and all(exchange(sleeps(rollout, policy.device))),
     )
 
 
+@dataclass(frozen=True)
+class _Models:
+    """The models of a run: those that score batches, what trains the critic, and those that reward."""
+
+    scorers: Scorers
+    critic: Trainer | None
+    rewards: RewardModels | None
+
+
+def _load_models(
+    recipe: Recipe, inputs: Inputs, algorithm: Algorithm, ledger: Ledger | None, step: int
+) -> _Models:
+    """Load every role that a run needs. Collective: every rank."""
+    load = partial(load_role, recipe, config=inputs.config, ledger=ledger, step=step)
+    policy = load(None, algorithm.spec.role)
+    reference = load(recipe.reference, "reference") if keeps_reference(recipe, algorithm) else None
+    if recipe.algorithm.reference_sync_every:
+        with together("reference"):
+            _check_moving(recipe, reference, policy)
+    critic = None
+    if algorithm.spec.has_critic:
+        section = recipe.critic or Critic()
+        critic = make_trainer(recipe, load(section, "critic"), section.lr)
+    rewards = load_reward_models(recipe, load)
+    teacher = load_teacher(recipe, load, inputs.tokenizer, policy.sequence_parallel)
+    scorers = Scorers(
+        policy,
+        reference,
+        critic.model if critic is not None else None,
+        recipe.rollout.temperature,
+        recipe.train.micro_batch_tokens,
+        expert_shape(policy) if recipe.rollout.replay_experts and algorithm.spec.samples else None,
+        teacher,
+    )
+    return _Models(scorers, critic, rewards)
+
+
+def _check_moving(recipe: Recipe, reference: ShardedModel | None, policy: ShardedModel) -> None:
+    """Raise unless there is a reference that can move towards the policy."""
+    if reference is None:
+        message = (
+            f"algorithm.reference_sync_every: {recipe.algorithm.name!r} has no reference with these settings."
+        )
+        raise fail("C001", "reference", message, fix="remove the key")
+    check_movable(reference, policy)
+
+
 def _make_sampler(
-    recipe: Recipe, inputs: Inputs, workers: EnvironmentPool | None, engine: Engine, policy: Trainer
+    recipe: Recipe,
+    inputs: Inputs,
+    workers: EnvironmentPool | None,
+    engine: Engine,
+    policy: Trainer,
+    models: RewardModels | None,
 ) -> Sampler:
     """What samples, with the rewards' workers on every rank, or on none: what one rank cannot start, all of them raise.
 
@@ -177,7 +235,7 @@ def _make_sampler(
     rewards = None
     try:
         with together("reward"):
-            rewards = _make_rewards(recipe)
+            rewards = make_rewards(recipe, dist.get_world_size())
     except BaseException:
         if rewards is not None:
             rewards.close()
@@ -196,6 +254,8 @@ def _make_sampler(
         recipe.train.seed,
         conversations,
         lending,
+        models=models,
+        asks=recipe.data.prompt_column if models is not None else None,
     )
 
 
@@ -211,7 +271,9 @@ def _make_buffer(recipe: Recipe, means: Means, stream: PromptStream) -> Buffer:
     except BaseException:
         sampler.close()
         raise
-    background = BackgroundRollouts(sampler.engine, sampler.tokenizer, sampler.rewards, sampler.conversations)
+    background = BackgroundRollouts(
+        sampler.engine, sampler.tokenizer, sampler.rewards, sampler.conversations, sampler.asks
+    )
     means = replace(means, background=background)
     if rollout.order == "finished":
         return FinishedBuffer(means, stream, **sizes, drops=rollout.too_old == "drop")
@@ -226,110 +288,3 @@ def _lending(policy: Trainer) -> Iterator[None]:
         yield
     finally:
         policy.model.onload()
-
-
-def _make_rewards(recipe: Recipe) -> RewardRunner | None:
-    """What scores completions: None where nothing does, and without functions where the environment alone does."""
-    settings = recipe.reward
-    if settings is None:
-        return None if recipe.environment is None else RewardRunner([])
-    return RewardRunner(
-        [RewardSpec(spec.name, spec.weight) for spec in settings.functions],
-        timeout_s=settings.timeout_s,
-        num_workers=settings.num_workers,
-        on_error=settings.on_error,
-    )
-
-
-def make_engine(recipe: Recipe, policy: ShardedModel, replay: ExpertShape | None = None) -> Engine:
-    """The rollout engine that a recipe names; with `replay` it records the experts that it chooses.
-
-    Collective: every rank.
-    """
-    if recipe.rollout.engine == "vllm":
-        from shardproof.rollout.vllm_engine import VllmEngine
-
-        rollout, settings = recipe.rollout, recipe.rollout.vllm
-        if recipe.model.trust_remote_code:
-            settings = replace(settings, args=[*settings.args, "--trust-remote-code"])
-        tolerance, size = recipe.canary_tolerance, rollout.batch_size
-        return VllmEngine(policy, settings, tolerance, size, bool(rollout.sleep), replay)
-    with together("rollout"):  # a replica may fit the memory of some ranks and not of others
-        if is_user_name(recipe.rollout.engine):
-            return _users_engine(recipe.rollout, policy)
-        if recipe.rollout.engine == "sharded":
-            return ShardedEngine(policy, recipe.rollout.batch_size, replay)
-        rollout = recipe.rollout
-        return EmbeddedEngine(
-            policy,
-            rollout.batch_size,
-            rollout.cache_gib,
-            replay,
-            kv_cache_gib=rollout.kv_cache_gib,
-            fp8=rollout.fp8,
-            exact=rollout.exact,
-            sleeps=sleeps(rollout, policy.device),
-        )
-
-
-def sleeps(rollout: Rollout, device: torch.device) -> bool:
-    """Whether the engine sleeps during updates: as the recipe says, else where it then keeps its CUDA graphs."""
-    if rollout.sleep is not None:
-        return rollout.sleep
-    return rollout.engine == "embedded" and rollout.fp8 == "off" and can_sleep(device)
-
-
-def _users_engine(rollout: Rollout, policy: ShardedModel) -> Engine:
-    engine: Engine = import_named("engine", rollout.engine)(policy, rollout)
-    missing = [name for name in vars(Engine) if not name.startswith("_") and not hasattr(engine, name)]
-    if missing:
-        message = f"engine {rollout.engine!r} lacks {', '.join(missing)}."
-        raise fail("C001", "rollout", message, fix="see docs/extending.md")
-    return engine
-
-
-def _load_role(
-    recipe: Recipe,
-    section: Role | None,
-    role: str,
-    *,
-    config: PretrainedConfig,
-    ledger: Ledger | None,
-    step: int,
-) -> ShardedModel:
-    model, override = recipe.model, section or Role()
-    exact = recipe.rollout.exact and role == "policy"
-    source: str | RandomInit = override.path or model.path
-    if model.random_init and override.path is None:
-        source = RandomInit(config, recipe.train.seed)
-    make = partial(
-        load,
-        source,
-        role=role,
-        strategy=override.strategy or model.strategy,
-        mesh=make_mesh(replicate=model.replicate),
-        param_dtype=getattr(torch, model.param_dtype),
-        compute_dtype=getattr(torch, model.compute_dtype),
-        cpu_offload=model.cpu_offload if override.cpu_offload is None else override.cpu_offload,
-        lora=make_lora(model) if role == "policy" else None,
-        sequence_parallel=model.sequence_parallel,
-        checkpoint_activations=model.checkpoint_activations if role != "reference" else False,
-        reshard_after_forward=model.reshard_after_forward,
-        trust_remote_code=model.trust_remote_code,
-        compile=False if exact else model.compile,
-    )
-    loaded = proved_load(ledger, step, role, make)
-    if exact:
-        roots = (module for module in loaded.module.modules() if isinstance(module, RoleModule))
-        make_exact(loaded.model, loaded.device, *roots)
-    return loaded
-
-
-def _trainer(recipe: Recipe, model: ShardedModel, lr: float | None) -> Trainer:
-    settings = recipe.optimizer
-    # A user's may fail on one rank alone; making it issues no collectives.
-    with together("settings") if is_user_name(settings.name) else nullcontext():
-        optimizer = make_optimizer(model, **(settings.arguments | ({} if lr is None else {"lr": lr})))
-    total = recipe.train.steps * recipe.algorithm.updates_per_batch
-    schedule = make_schedule(optimizer, settings.schedule, settings.warmup_steps, total, settings.final_ratio)
-    return Trainer(model, optimizer, schedule)

@@ -9,6 +9,7 @@ import json
 import os
 import struct
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
 from typing import Any, overload
 
 import numpy as np
@@ -17,8 +18,10 @@ from shardproof.dist.region import NotOurs, RegionAddress, create_region, map_by
 from shardproof.rl.checks import Data
 from shardproof.rl.data import Prompt
 
-_HEAD = struct.Struct("<3q")  # numbers of prompts and of held-out ones, and whether some are lists
-_PROMPT = struct.Struct("<3q")  # lengths: of text in bytes, of both lists of tokens
+_HEAD = struct.Struct("<q")  # length of the JSON that says how many prompts there are
+_TOKENS = [each.name for each in fields(Prompt) if each.type == "tuple[int, ...]"]
+_OTHERS = [each.name for each in fields(Prompt) if each.name not in _TOKENS]  # JSON brings them back
+_PROMPT = struct.Struct(f"<{1 + len(_TOKENS)}q")  # lengths: of JSON in bytes, of each list of tokens
 _PLAIN = (str, int, float, bool, type(None))
 
 
@@ -45,13 +48,12 @@ class SharedPrompts(Sequence[Prompt]):
     def _decode(self, start: int) -> Prompt:
         at = start + _PROMPT.size
         text_bytes, *lengths = _PROMPT.unpack_from(self._memory, start)
-        row, text = json.loads(self._memory[at : at + text_bytes].tobytes())
+        found = dict(zip(_OTHERS, json.loads(self._memory[at : at + text_bytes].tobytes()), strict=True))
         at += text_bytes
-        tokens = []
-        for length in lengths:
-            tokens.append(tuple(np.frombuffer(self._memory, np.int32, length, at).tolist()))
+        for name, length in zip(_TOKENS, lengths, strict=True):
+            found[name] = tuple(np.frombuffer(self._memory, np.int32, length, at).tolist())
             at += 4 * length
-        return Prompt(row, text, *tokens)
+        return Prompt(**found)
 
 
 def share_prompts(data: Data) -> tuple[int, RegionAddress] | None:
@@ -59,19 +61,29 @@ def share_prompts(data: Data) -> tuple[int, RegionAddress] | None:
 
     Memory: the data once more, while they are copied.
     """
-    every = [*data.prompts, *data.held_out]
+    every = [*data.prompts, *(prompt for some in data.held_out.values() for prompt in some)]
     if not hasattr(os, "memfd_create") or not all(_is_plain(prompt.row) for prompt in every):
         return None
     starts = np.zeros(len(every), dtype=np.int64)
-    at, parts = _HEAD.size + starts.nbytes, []
+    about = {
+        "prompts": len(data.prompts),
+        "held_out": {name: len(some) for name, some in data.held_out.items()},
+        "has_messages": data.has_messages,
+        "sources": data.sources,
+        "rates": list(data.rates),
+        "dropped": data.dropped,
+    }
+    text = json.dumps(about).encode()
+    text = text.ljust(len(text) + -len(text) % 8)  # what follows are numbers of 8 bytes
+    at, parts = _HEAD.size + len(text) + starts.nbytes, []
     for number, prompt in enumerate(every):
         starts[number] = at
-        parts += list(_encode(prompt))
-        at += sum(map(len, parts[-4:]))
-    head = _HEAD.pack(len(data.prompts), len(data.held_out), data.has_messages)
+        encoded = list(_encode(prompt))
+        parts += encoded
+        at += sum(map(len, encoded))
     descriptor, address = create_region(at)
     with os.fdopen(os.dup(descriptor), "wb") as file:
-        file.writelines([head, starts.tobytes(), *parts])
+        file.writelines([_HEAD.pack(len(text)), text, starts.tobytes(), *parts])
     return descriptor, address
 
 
@@ -81,17 +93,23 @@ def open_prompts(address: Mapping[str, Any]) -> Data | None:
         memory = memoryview(map_bytes(RegionAddress.from_json(address)))
     except NotOurs:
         return None
-    num_prompts, num_held_out, has_messages = _HEAD.unpack_from(memory)
-    starts = np.frombuffer(memory, np.int64, num_prompts + num_held_out, _HEAD.size)
-    prompts, held_out = (SharedPrompts(memory, part) for part in (starts[:num_prompts], starts[num_prompts:]))
-    return Data(prompts, held_out, bool(has_messages))
+    (length,) = _HEAD.unpack_from(memory)
+    begin = _HEAD.size + length
+    about = json.loads(memory[_HEAD.size : begin].tobytes())
+    sizes = [about["prompts"], *about["held_out"].values()]
+    ends = np.cumsum(sizes)
+    starts = np.frombuffer(memory, np.int64, int(ends[-1]), begin)
+    prompts, *held_out = (SharedPrompts(memory, part) for part in np.split(starts, ends[:-1]))
+    rest = (about[name] for name in ("has_messages", "sources", "rates", "dropped"))
+    return Data(prompts, dict(zip(about["held_out"], held_out, strict=True)), *rest)
 
 
 def _encode(prompt: Prompt) -> Iterator[bytes]:
-    text = json.dumps([prompt.row, prompt.text]).encode()
-    yield _PROMPT.pack(len(text), len(prompt.tokens), len(prompt.completion))
+    text = json.dumps([getattr(prompt, name) for name in _OTHERS]).encode()
+    lists = [getattr(prompt, name) for name in _TOKENS]
+    yield _PROMPT.pack(len(text), *map(len, lists))
     yield text
-    for tokens in (prompt.tokens, prompt.completion):
+    for tokens in lists:
         yield np.array(tokens, dtype=np.int32).tobytes()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,12 @@ from shardproof.foreign import read_json
 _GENERATION, _MODEL = "generation_config.json", "config.json"
 
 
-def find_stop_ids(folder: Path, config: PretrainedConfig, tokenizer: Any) -> tuple[int, ...]:
+def find_stop_ids(
+    folder: Path, config: PretrainedConfig, tokenizer: Any, more: Sequence[int] = ()
+) -> tuple[int, ...]:
     """The tokenizer's end of sequence, and the ends that the model's folder names; ids that cannot be drawn do not count.
+
+    `more` are those of the recipe, all of which must be there.
 
     A chat model may end its turns with a token of which only its generation config knows. Without that file the model's
     own config is asked, as transformers does, but only for what is written there: what its class has for a default may be
@@ -27,7 +32,10 @@ def find_stop_ids(folder: Path, config: PretrainedConfig, tokenizer: Any) -> tup
         stated = _read(folder, _MODEL)
         found |= _ids_in(stated, _MODEL) | _ids_in(stated.get("text_config"), _MODEL)
     size = config.get_text_config().vocab_size
-    return tuple(sorted(token for token in found if 0 <= token < size))
+    if more and max(more) >= size:
+        message = f"rollout.stop_ids: {max(more)} is no token, the model's vocabulary has {size} tokens."
+        raise fail("C005", "data", message, fix="remove it, or use the ids of this model's tokenizer")
+    return tuple(sorted(token for token in found | set(more) if 0 <= token < size))
 
 
 def _read(folder: Path, name: str) -> dict[str, Any]:

@@ -46,8 +46,12 @@ def render_chat(
     tools: Sequence[Mapping[str, Any]] | None = None,
     *,
     prompt: bool = True,
+    variables: Mapping[str, Any] | None = None,
 ) -> str:
-    """The conversation as its tokenizer's chat template writes it. With `prompt` the model's next turn begins at its end."""
+    """The conversation as its tokenizer's chat template writes it. With `prompt` the model's next turn begins at its end.
+
+    `variables` are for the template, such as `enable_thinking`.
+    """
     # A conversation that ends in the model's own turn is a turn to finish; a new one would follow a closed answer.
     unfinished = prompt and messages[-1].get("role") == "assistant"
     return str(
@@ -57,6 +61,7 @@ def render_chat(
             tokenize=False,
             add_generation_prompt=prompt and not unfinished,
             continue_final_message=unfinished,
+            **(variables or {}),
         )
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -19,12 +20,29 @@ from shardproof.train.trainer import StepResult, Trainer
 class Update:
     """What one update did to the policy and, where there is one, to the critic."""
 
-    policy: StepResult
+    policy: StepResult | None  # None: the critic alone was to learn
     critic: StepResult | None
 
     @property
     def steps(self) -> list[StepResult]:
-        return [self.policy] if self.critic is None else [self.policy, self.critic]
+        return [step for step in (self.policy, self.critic) if step is not None]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Which updates a step makes: `num_parts` of its batch in each of `num_epochs`, the later ones in another order."""
+
+    num_parts: int = 1
+    num_epochs: int = 1
+    seed: int = 0
+    trains_policy: bool = True  # False: the critic alone
+
+    def order(self, step: int, epoch: int) -> list[int]:
+        """The parts in the order in which an epoch takes them. The first takes them as they are."""
+        parts = list(range(self.num_parts))
+        if epoch:
+            random.Random(f"{self.seed}/{step}/{epoch}").shuffle(parts)
+        return parts
 
 
 def update(
@@ -32,7 +50,8 @@ def update(
     critic: Trainer | None,
     algorithm: Algorithm,
     experience: Experience,
-    num_updates: int,
+    schedule: Schedule,
+    step: int,
     *,
     temperature: float,
     router_coef: float,
@@ -41,7 +60,9 @@ def update(
     """The step's updates of policy and critic; `options` are those of both steps. Collective: every rank."""
     share = policy.model.sequence_parallel
     updates = []
-    for part in mini_batches(experience, num_updates):
+    parts = mini_batches(experience, schedule.num_parts)
+    for number in (k for epoch in range(schedule.num_epochs) for k in schedule.order(step, epoch)):
+        part = parts[number]
         counted = int((part.counts() > 0).sum())
         moving = _moving(part) if algorithm.skips_zero_advantages else []
         rows = exchange([counted, len(moving)])
@@ -51,9 +72,11 @@ def update(
         batch = algorithm.weigh(part, num_sequences, share)
         if any(row[1] for row in rows):
             batch = batch.select(moving)
-        stepped = policy.step(
-            batch, loss=algorithm.loss, temperature=temperature, router_coef=router_coef, **options
-        )
+        stepped = None
+        if schedule.trains_policy:
+            stepped = policy.step(
+                batch, loss=algorithm.loss, temperature=temperature, router_coef=router_coef, **options
+            )
         value_loss = algorithm.value_loss
         valued = critic.step(batch, loss=value_loss, **options) if critic and value_loss else None
         updates.append(Update(stepped, valued))
@@ -90,15 +113,15 @@ def _moving(batch: Batch) -> list[int]:
 def step_metrics(algorithm: Algorithm, updates: Sequence[Update]) -> dict[str, float]:
     """A step's numbers from those of its updates: see `combine`. Counts say how many were made and skipped."""
     steps = [step for each in updates for step in each.steps]
+    policies = [each.policy for each in updates if each.policy is not None]
     metrics = {
-        "updates": float(sum(each.policy.stepped for each in updates)),
+        "updates": float(sum(step.stepped for step in policies)),
         "skipped": float(sum(not step.stepped for step in steps)),
     }
-    if not updates:
-        return metrics
-    names = {"loss/total": "loss", "grad_norm": "grad_norm"}
-    metrics |= combine([each.policy for each in updates], algorithm.loss.metrics, names)
-    metrics["lr"] = updates[-1].policy.lr
+    if policies:
+        names = {"loss/total": "loss", "grad_norm": "grad_norm"}
+        metrics |= combine(policies, algorithm.loss.metrics, names)
+        metrics["lr"] = policies[-1].lr
     critics = [each.critic for each in updates if each.critic is not None]
     if critics:
         assert algorithm.value_loss is not None
@@ -110,7 +133,7 @@ def step_metrics(algorithm: Algorithm, updates: Sequence[Update]) -> dict[str, f
 def combine(
     results: Sequence[StepResult], reductions: Mapping[str, str], fields: Mapping[str, str]
 ) -> dict[str, float]:
-    """One number for each metric of several updates: the mean over all their tokens, or the largest of the largest.
+    """One number for each metric of several updates: the mean over all their tokens, the sum, or the largest or smallest.
 
     `fields` names what a result has once, such as its loss: its mean over the updates. Updates that were skipped do not
     count, unless all of them were.
@@ -123,8 +146,13 @@ def combine(
     found = {}
     for name in counted[0].metrics:
         values = [result.metrics[name] for result in counted]
-        if reductions.get(name, "mean") == "max":
+        how = reductions.get(name, "mean")
+        if how == "max":
             found[name] = largest(values)
+        elif how == "min":
+            found[name] = -largest(-value for value in values)
+        elif how == "sum":
+            found[name] = sum(values)
         else:
             weighed = [v * result.num_tokens for v, result in zip(values, counted, strict=True)]
             found[name] = sum(weighed) / max(num_tokens, 1)

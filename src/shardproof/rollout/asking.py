@@ -34,7 +34,7 @@ class _Question:
         """(ticket, trajectory) of all who asked; `said` ends with the answer."""
         segment, found = said.segments[-1], []
         for ticket, trajectory in self.asked:
-            answer = trajectory.extended(segment, said.finished)
+            answer = trajectory.extended(segment, said.finished, said.stop_string)
             found.append((ticket, replace(answer, facts={**trajectory.facts, **said.facts})))
         return found
 
@@ -142,5 +142,5 @@ def _key(request: Request, sampling: Sampling) -> str:
     """The same for requests that have the same answer."""
     digest = hashlib.blake2b(array("q", request.tokens).tobytes(), digest_size=12)
     begun = request.begun.tokens if request.begun is not None else ()
-    digest.update(repr((request.seed, sampling, request.limit(sampling), begun)).encode())
+    digest.update(repr((request.seed, request.settings(sampling), request.limit(sampling), begun)).encode())
     return digest.hexdigest()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,8 @@ from shardproof.rollout.experts import Experts
 from shardproof.rollout.kept import KeptTurns, stack_rows
 from shardproof.rollout.reading import Forward, Prompts
 from shardproof.rollout.recording import Recorder, joined
+from shardproof.rollout.sampling import Ends
+from shardproof.rollout.shaping import Kind, Shaping
 from shardproof.rollout.trajectory import Trajectory
 
 _BLOCK = 128  # entries of the vocabulary whose weights are added up together
@@ -71,12 +74,13 @@ def decode(
 ) -> list[Trajectory]:
     """Answer all requests in one batch; a prompt that several share is read once, and a finished row leaves.
 
+    All have the temperature of `sampling`, whatever else they have of their own.
     With `anyone_left` every forward is collective: a rank that is done runs `idle` until the others are too. What
     `kept` has of a prompt is not read again, and it gets the rows of requests that continue. With a `recorder` the
     answers have the experts of their tokens.
     """
-    batch = _Running(requests, kept, recorder)
-    for step in range(sampling.max_new_tokens):
+    batch = _Running(requests, sampling, kept, recorder)
+    for step in count():
         left = bool(batch.rows)
         if not (anyone_left(left) if anyone_left is not None else left):
             break
@@ -88,15 +92,17 @@ def decode(
             logits = batch.read(forward, config, device)
         else:
             logits = batch.run(forward)
+        logits = batch.shaped(logits, step)
         tokens, logprobs = draw(logits, [requests[row].seed for row in batch.rows], step, sampling)
-        batch.advance(tokens, logprobs, sampling)
+        batch.advance(tokens, logprobs)
     return [
         request.answered(
             batch.tokens[row],
             batch.logprobs[row],
-            batch.finished[row],
+            batch.ends[row].num is not None,
             version,
             experts=batch.record(row) if recorder is not None else None,
+            stop_string=batch.ends[row].stop_string,
         )
         for row, request in enumerate(requests)
     ]
@@ -105,11 +111,20 @@ def decode(
 class _Running:
     """The rows that are still being completed, one per request: prompts padded on the left, one cache for all."""
 
-    def __init__(self, requests: Sequence[Request], kept: KeptTurns | None, recorder: Recorder | None = None):
+    def __init__(
+        self,
+        requests: Sequence[Request],
+        sampling: Sampling,
+        kept: KeptTurns | None,
+        recorder: Recorder | None = None,
+    ):
         self.rows = list(range(len(requests)))
         self.tokens: list[list[int]] = [[] for _ in requests]
         self.logprobs: list[list[float]] = [[] for _ in requests]
-        self.finished = [False] * len(requests)
+        settings = [request.settings(sampling) for request in requests]
+        self.ends = [Ends(each) for each in settings]
+        self._sampling, self._kind = sampling, Kind.of(settings)
+        self._shaping: Shaping | None = None
         self._requests, self._kept, self._recorder = requests, kept, recorder
         self._experts: list[list[np.ndarray]] = [[] for _ in requests]  # of tokens that were drawn and read
 
@@ -135,23 +150,35 @@ class _Running:
             self._experts[row].append(chosen)
         return logits
 
+    def shaped(self, logits: torch.Tensor, step: int) -> torch.Tensor:
+        """The logits that tokens are drawn from."""
+        if self._kind is None:
+            return logits
+        if self._shaping is None:
+            self._shaping = Shaping.of(self._requests, self._sampling, logits.shape[1], logits.device)
+        lines = torch.tensor(self.rows, device=logits.device)
+        steps = torch.full_like(lines, step)
+        return self._shaping.apply(logits, lines, steps, self._sampling.temperature, self._kind)
+
     def record(self, row: int) -> Experts:
         """The experts of a request's answer."""
         assert self._recorder is not None
         chosen = joined(self._prompts.experts(row), self._experts[row])
         return new_record(self._requests[row].trajectory, chosen, self._recorder.shape.layers)
 
-    def advance(self, tokens: torch.Tensor, logprobs: torch.Tensor, sampling: Sampling) -> None:
+    def advance(self, tokens: torch.Tensor, logprobs: torch.Tensor) -> None:
         """Append a token to each row, drop the rows that are done, and set up the next forward."""
+        if self._shaping is not None:
+            lines = torch.tensor(self.rows, device=tokens.device)
+            self._shaping.note(lines, tokens, torch.ones_like(lines))
         keep = []
         for index, (row, token, logprob) in enumerate(
             zip(self.rows, tokens.tolist(), logprobs.tolist(), strict=True)
         ):
             self.tokens[row].append(token)
             self.logprobs[row].append(logprob)
-            self.finished[row] = token in sampling.stop_ids
-            limit = self._requests[row].limit(sampling)
-            if not self.finished[row] and len(self.tokens[row]) < limit:
+            limit = self._requests[row].limit(self._sampling)
+            if not self.ends[row].look(self.tokens[row]) and len(self.tokens[row]) < limit:
                 keep.append(index)
             elif self._kept is not None and self._requests[row].continues:
                 self._keep(index, row, self._kept)
@@ -187,14 +214,15 @@ def draw(
 def choose(
     logits: torch.Tensor, uniform: torch.Tensor, sampling: Sampling
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(token, its log-prob) for each row, by the row's number in [0, 1). Never waits for the device."""
+    """(token, its log-prob) for each row, by the row's number in [0, 1). Never waits for the device.
+
+    Minus infinity cannot be drawn: `shaping` has applied all settings but the temperature.
+    """
     if sampling.temperature == 0:
         every = torch.log_softmax(logits.float(), dim=-1)
         tokens = every.argmax(dim=-1)
         return tokens, every.gather(1, tokens[:, None]).squeeze(1)
     blocks = _weigh(logits, sampling.temperature)
-    if sampling.top_p < 1.0:
-        blocks = _nucleus(blocks.flatten(1), sampling.top_p).view_as(blocks)
     tokens, logprobs = _invert(blocks, uniform, logits.shape[1])
     return tokens, token_logprobs(logits, tokens, sampling.temperature)[0] if sampling.exact else logprobs
 
@@ -222,15 +250,6 @@ def _invert(blocks: torch.Tensor, uniform: torch.Tensor, size: int) -> tuple[tor
     entry = (block * _BLOCK + offset).clamp(max=size - 1)
     weight = blocks.flatten(1).gather(1, entry).squeeze(1)
     return entry.squeeze(1), (weight.log() - total.log()).float()
-
-
-def _nucleus(weights: torch.Tensor, top_p: float) -> torch.Tensor:
-    """Probabilities of the most likely tokens that together reach `top_p`, renormalised."""
-    probs = weights / weights.sum(-1, keepdim=True)
-    ordered, order = probs.sort(dim=-1, descending=True)
-    outside = ordered.cumsum(-1) - ordered >= top_p
-    kept = probs.masked_fill(torch.zeros_like(outside).scatter(1, order, outside), 0.0)
-    return kept / kept.sum(-1, keepdim=True)
 
 
 def uniform_numbers(seeds: Sequence[int], step: int | np.ndarray) -> np.ndarray:

@@ -12,6 +12,7 @@ import numpy as np
 from shardproof.rollout.engine import Request, Sampling
 from shardproof.rollout.experts import ExpertShape
 from shardproof.rollout.returned_experts import Recorded, put_together
+from shardproof.rollout.sampling import Ends
 from shardproof.rollout.trajectory import Segment, Trajectory
 
 Parts = tuple[tuple[int, int], ...]  # (number of tokens, version)
@@ -43,7 +44,9 @@ class Drawn:
     def cut(self, num: int) -> Drawn:
         """The first `num` tokens."""
         versions = [version for count, version in self.parts for _ in range(count)][:num]
-        return Drawn(self.tokens[:num], self.logprobs[:num], joined([(1, version) for version in versions]))
+        parts, left_out = joined([(1, version) for version in versions]), len(self.tokens) - num
+        experts = self.experts if self.experts is None else self.experts[: len(self.experts) - left_out]
+        return Drawn(self.tokens[:num], self.logprobs[:num], parts, experts)
 
     @property
     def segment_fields(self) -> dict[str, Any]:
@@ -80,16 +83,17 @@ class Draft:
 
     def __init__(self, request: Request, sampling: Sampling, experts: ExpertShape | None = None):
         self.request = request
-        self.sampling = replace(sampling, max_new_tokens=request.limit(sampling))
+        self.sampling = _limited(request.settings(sampling), request.limit(sampling))
         self._recorded = Recorded(request.trajectory, experts) if experts is not None else None
         self.drawn = _begun(request.begun, self._recorded)
         self.ended = False  # the server said that it is complete
+        self._ends = self._look()
 
     @property
     def complete(self) -> bool:
-        tokens, sampling = self.drawn.tokens, self.sampling
-        ended = self.ended or len(tokens) >= sampling.max_new_tokens
-        return bool(tokens) and (ended or tokens[-1] in sampling.stop_ids)
+        tokens = self.drawn.tokens
+        ended = self.ended or len(tokens) >= self.sampling.max_new_tokens
+        return bool(tokens) and (ended or self._ends.num is not None)
 
     @property
     def work(self) -> int:
@@ -113,7 +117,7 @@ class Draft:
         An answer that one version drew alone depends on the seed alone. So what this version drew of it before, until it
         was interrupted, is drawn again: the rest would have another seed.
         """
-        if {drawer for _, drawer in self.drawn.parts} == {version}:
+        if {drawer for _, drawer in self.drawn.parts} == {version} or self._counts:
             self.drawn = Drawn()
         num, sampling = len(self.drawn.tokens), self.sampling
         params = {
@@ -126,6 +130,7 @@ class Draft:
             "ignore_eos": True,
             "stop_token_ids": list(sampling.stop_ids),
             "detokenize": False,
+            **_settings(sampling, num),
         }
         if self._recorded is not None:
             params["routed_experts_prompt_start"] = self._recorded.stop(self.drawn.experts)
@@ -140,7 +145,20 @@ class Draft:
             more = self._with_experts(more, choice, self._recorded)
         self.drawn = self.drawn.then(more)
         self.ended = all_counts and choice.reason != "abort"
+        self._ends = self._look()
         return all_counts
+
+    def _look(self) -> Ends:
+        """Where the answer ends: a server may have found a stop string later than with the token that completes it."""
+        ends = Ends(self.sampling)
+        if ends.look(self.drawn.tokens) and ends.num is not None:
+            self.drawn = self.drawn.cut(ends.num)
+        return ends
+
+    @property
+    def _counts(self) -> bool:
+        """Whether a server must have drawn the answer from its beginning, because penalties count what it drew."""
+        return bool(self.sampling.presence_penalty or self.sampling.frequency_penalty)
 
     def _with_experts(self, more: Drawn, choice: Choice, recorded: Recorded) -> Drawn:
         """With the experts of what was read; of an interrupted answer only the tokens whose experts came."""
@@ -161,11 +179,36 @@ class Draft:
     def answer(self, replica: str) -> Trajectory:
         """The trajectory with what was drawn at its end."""
         drawn = self.drawn
-        finished = drawn.tokens[-1] in self.sampling.stop_ids
+        ends = self._ends
         experts = self._recorded.record(drawn.experts) if self._recorded is not None else None
-        fields = drawn.segment_fields
-        found = self.request.answered(drawn.tokens, drawn.logprobs, finished, experts=experts, **fields)
+        fields = drawn.segment_fields | {"experts": experts, "stop_string": ends.stop_string}
+        found = self.request.answered(drawn.tokens, drawn.logprobs, ends.num is not None, **fields)
         return replace(found, facts={**found.facts, "replica": replica}) if replica else found
+
+
+def _limited(sampling: Sampling, limit: int) -> Sampling:
+    """With another limit."""
+    least = min(sampling.min_new_tokens, limit)
+    return replace(sampling, max_new_tokens=limit, min_new_tokens=least)
+
+
+def _settings(sampling: Sampling, num: int) -> dict[str, Any]:
+    """What else a server is told of a request that has drawn so many tokens; nothing that it does by itself."""
+    found: dict[str, Any] = {
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "repetition_penalty": sampling.repetition_penalty,
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+        "min_tokens": max(sampling.min_new_tokens - num, 0),
+    }
+    neutral = {"repetition_penalty": 1.0}
+    found = {key: value for key, value in found.items() if value != neutral.get(key, 0)}
+    if sampling.stop:
+        # Special tokens have a text, too, and all tokens that were drawn come back.
+        strings = {"stop": list(sampling.stop.strings), "detokenize": True, "skip_special_tokens": False}
+        found |= {**strings, "spaces_between_special_tokens": False, "include_stop_str_in_output": True}
+    return found
 
 
 def _begun(segment: Segment | None, recorded: Recorded | None) -> Drawn:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
 import torch.distributed as dist
@@ -16,24 +16,9 @@ from shardproof.export.manifest import ExportReceipt
 from shardproof.export.stream import WeightStream
 from shardproof.findings import Finding
 from shardproof.rollout.experts import Experts
+from shardproof.rollout.sampling import Sampling as Sampling  # what every request takes
 from shardproof.rollout.token_ledger import TokenLedger, appended
 from shardproof.rollout.trajectory import Segment, Trajectory
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How tokens are drawn. Temperature 0 takes the most likely token."""
-
-    max_new_tokens: int
-    temperature: float = 1.0
-    top_p: float = 1.0
-    stop_ids: tuple[int, ...] = ()
-    exact: bool = False  # log-probs are computed as an exact trainer computes them (docs/exact.md)
-
-    def __post_init__(self) -> None:
-        require_number("rollout", "max_new_tokens", self.max_new_tokens, at_least=1)
-        require_number("rollout", "temperature", self.temperature, at_least=0)
-        require_number("rollout", "top_p", self.top_p, above=0, at_most=1)
 
 
 @dataclass(frozen=True)
@@ -48,14 +33,22 @@ class Request:
     begun: Segment | None = None
     # Longest answer where this request may have fewer tokens than `Sampling.max_new_tokens` allows all of them.
     max_new_tokens: int | None = None
+    # How this request's tokens are drawn, in place of what all requests of a call have.
+    sampling: Sampling | None = None
 
     def __post_init__(self) -> None:
         if self.max_new_tokens is not None:
             require_number("rollout", "max_new_tokens", self.max_new_tokens, at_least=1)
 
+    def settings(self, sampling: Sampling) -> Sampling:
+        """How its tokens are drawn, in a call of this sampling."""
+        own = self.sampling
+        return sampling if own is None or own == sampling else replace(own, exact=sampling.exact)
+
     def limit(self, sampling: Sampling) -> int:
         """The most tokens that the answer may have."""
-        return min(self.max_new_tokens or sampling.max_new_tokens, sampling.max_new_tokens)
+        most = sampling.max_new_tokens if self.sampling is None else self.sampling.max_new_tokens
+        return min(self.max_new_tokens or most, most)
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -70,11 +63,13 @@ class Request:
         version: int,
         parts: Sequence[tuple[int, int]] = (),
         experts: Experts | None = None,
+        stop_string: str = "",
     ) -> Trajectory:
         """The trajectory with what the policy wrote at its end.
 
         `parts` are (number of tokens, version) where the weights changed meanwhile; `version` is then the oldest.
-        `experts` are those that were chosen for its tokens, and for what was read since its last turn.
+        `experts` are those that were chosen for its tokens, and for what was read since its last turn. `stop_string` is the
+        string that ended it, where one did.
         """
         segment = Segment(
             tuple(tokens),
@@ -85,7 +80,7 @@ class Request:
             parts=tuple(parts),
             experts=experts,
         )
-        return self.trajectory.extended(segment, finished)
+        return self.trajectory.extended(segment, finished, stop_string)
 
 
 class Engine(Protocol):

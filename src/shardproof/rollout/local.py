@@ -30,7 +30,7 @@ from shardproof.rollout.joined import join_weights
 from shardproof.rollout.kept import GIB, KeptTurns, why_not
 from shardproof.rollout.paged.decoder import PagedDecoder
 from shardproof.rollout.paged.model_step import why_not_paged
-from shardproof.rollout.queue import BatchEngine
+from shardproof.rollout.queue import BatchEngine, by_temperature
 from shardproof.rollout.recording import Recorder
 from shardproof.rollout.replica_memory import ReplicaMemory
 from shardproof.rollout.trajectory import Trajectory
@@ -150,6 +150,16 @@ class EmbeddedEngine(BatchEngine):
     def _decode(self, requests: Sequence[Request], sampling: Sampling) -> list[Trajectory]:
         kept = self.kept.at(self.version) if self.kept.max_bytes else None
         sampling = replace(sampling, exact=self._exact)
+        found: dict[int, Trajectory] = {}
+        for temperature, places in by_temperature(requests, sampling).items():
+            part = [requests[place] for place in places]
+            answered = self._decode_at(part, replace(sampling, temperature=temperature), kept)
+            found |= zip(places, answered, strict=True)
+        return [found[place] for place in range(len(requests))]
+
+    def _decode_at(
+        self, requests: Sequence[Request], sampling: Sampling, kept: KeptTurns | None
+    ) -> list[Trajectory]:
         if self.decoder is not None:
             try:
                 return self.decoder(requests, sampling, self.version, kept)
@@ -244,20 +254,25 @@ class ShardedEngine(BatchEngine):
             self.policy.check_resident("generate")
         was_training = self.policy.module.training
         self.policy.module.eval()
+        places, found = by_temperature(requests, sampling), dict[int, Trajectory]()
         try:
-            return decode(
-                partial(last_logits, partial(self.policy.module, task="logits")),
-                requests,
-                sampling,
-                config=self.policy.model.config,
-                device=self.policy.device,
-                version=self.version,
-                anyone_left=lambda left: any(exchange(left)),
-                idle=self._idle,
-                recorder=self._recorder,
-            )
+            for temperature in sorted({each for row in exchange(list(places)) for each in row}):
+                mine = places.get(temperature, [])
+                answered = decode(
+                    partial(last_logits, partial(self.policy.module, task="logits")),
+                    [requests[place] for place in mine],
+                    replace(sampling, temperature=temperature),
+                    config=self.policy.model.config,
+                    device=self.policy.device,
+                    version=self.version,
+                    anyone_left=lambda left: any(exchange(left)),
+                    idle=self._idle,
+                    recorder=self._recorder,
+                )
+                found |= zip(mine, answered, strict=True)
         finally:
             self.policy.module.train(was_training)
+        return [found[place] for place in range(len(requests))]
 
     def _idle(self) -> None:
         self.policy.module(

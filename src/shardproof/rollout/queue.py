@@ -12,6 +12,14 @@ from shardproof.rollout.engine import Request, Sampling
 from shardproof.rollout.trajectory import Trajectory
 
 
+def by_temperature(requests: Sequence[Request], sampling: Sampling) -> dict[float, list[int]]:
+    """The places of requests that are drawn at each temperature: one batch has one."""
+    found: dict[float, list[int]] = {}
+    for place, request in enumerate(requests):
+        found.setdefault(request.settings(sampling).temperature, []).append(place)
+    return found
+
+
 class BatchEngine(ABC):
     """Takes requests, first in, first out, in batches of up to `batch_size`; a rank with fewer has empty batches."""
 

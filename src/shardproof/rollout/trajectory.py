@@ -51,15 +51,39 @@ class Reward:
         False  # known, but not learned from: a limit ended the conversation (environment.truncation)
     )
 
+    greedy: float = 0.0  # what the prompt's greedy completion is worth, where an algorithm compares with it
+    no_signal: tuple[str, ...] = ()  # reward functions that had nothing to say; they are no parts
+    silent: bool = False  # no reward that counts in the total had anything to say: there is no total
+    shaped: float | None = (
+        None  # learned from in place of total and penalty: clipped, or each part normalised
+    )
+    facts: Mapping[str, float] = field(
+        default_factory=dict
+    )  # what reward functions measured beside their values
+
     @property
     def counts(self) -> bool:
-        """Whether it is learned from: neither failed nor left out."""
-        return not (self.failed or self.left_out)
+        """Whether it is learned from: neither unknown nor left out."""
+        return self.known and not self.left_out
+
+    @property
+    def known(self) -> bool:
+        """Whether there is a total: no reward that counts failed, and one of them had something to say."""
+        return not (self.failed or self.silent)
 
     @property
     def trained(self) -> float:
-        """What is learned from: the total, with its penalty."""
+        """What is learned from: the total, with its penalty, or what it was shaped to."""
+        return self.measured if self.shaped is None else self.shaped
+
+    @property
+    def measured(self) -> float:
+        """What metrics show: the total, with its penalty."""
         return (0.0 if self.failed else self.total) + self.penalty
+
+    @classmethod
+    def from_json(cls, given: Mapping[str, Any]) -> Reward:
+        return cls(**{**given, "no_signal": tuple(given.get("no_signal", ()))})
 
     @property
     def errors(self) -> tuple[str, ...]:
@@ -74,13 +98,14 @@ class Trajectory:
     segments: tuple[Segment, ...]
     group: int = 0  # its prompt's place in the step's batch: the trajectories of a group are compared
     sample: int = 0  # its own place in the group
-    finished: bool = False  # the policy ended it with a stop token, not the length limit
+    finished: bool = False  # the policy ended it with a stop token or a stop string, not the length limit
     text: str = ""  # what followed the prompt, as rewards read it
     reward: Reward | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)  # JSON-able: what else is known about it
     # Sequences of the same conversation before this one, oldest first: where the policy began to read something else.
     earlier: tuple[Trajectory, ...] = ()
     ended: Ending = ""  # what ended the conversation: see `Ending`; "" without an environment
+    stop_string: str = ""  # that ended what the policy said last; "" where a stop token did, or nothing
 
     @classmethod
     def of_prompt(cls, tokens: tuple[int, ...], group: int = 0, sample: int = 0) -> Trajectory:
@@ -109,6 +134,8 @@ class Trajectory:
     @property
     def sequences(self) -> tuple[Trajectory, ...]:
         """What the conversation gives to train on, in the order of its turns; all have its reward."""
+        if not self.earlier:
+            return (self,)
         parts = (*self.earlier, self)
         return tuple(
             replace(
@@ -117,9 +144,15 @@ class Trajectory:
             for part in parts
         )
 
-    def extended(self, segment: Segment, finished: bool = False) -> Trajectory:
+    @property
+    def has_stop_token(self) -> bool:
+        """Whether its last token says that it ends, and nothing else."""
+        return self.finished and not self.stop_string
+
+    def extended(self, segment: Segment, finished: bool = False, stop_string: str = "") -> Trajectory:
         """With one more segment at its end."""
-        return replace(self, segments=(*self.segments, segment), finished=finished)
+        segments = (*self.segments, segment)
+        return replace(self, segments=segments, finished=finished, stop_string=stop_string)
 
     def to_json(self) -> dict[str, Any]:
         """Plain lists, numbers and text; `from_json` gives the same trajectory back."""
@@ -139,7 +172,7 @@ class Trajectory:
             )
             for row in given["segments"]
         )
-        reward = None if given["reward"] is None else Reward(**given["reward"])
+        reward = None if given["reward"] is None else Reward.from_json(given["reward"])
         earlier = tuple(cls.from_json(part) for part in given.get("earlier", ()))
         return cls(**{**given, "segments": segments, "reward": reward, "earlier": earlier})
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -29,10 +30,13 @@ class Refused(Exception):
 
 
 class VllmClient:
-    """Calls to one server. `url` is http://host:port or unix:/path."""
+    """Calls to one server. `url` is http://host:port or unix:/path; `key_variable` names what holds its API key."""
 
-    def __init__(self, url: str):
+    def __init__(self, url: str, key_variable: str | None = None):
         self.url = url
+        self._headers: dict[str, str] = {}
+        if key_variable is not None:
+            self._headers["Authorization"] = f"Bearer {os.environ.get(key_variable, '')}"
 
     def get(self, path: str, deadline: Deadline) -> Any:
         return self._call("GET", path, None, deadline)
@@ -54,7 +58,7 @@ class VllmClient:
 
     def _call(self, method: str, path: str, body: Any, deadline: Deadline) -> Any:
         with self._connection(deadline) as connection:
-            return _exchange(connection, method, path, body, deadline)
+            return _exchange(connection, method, path, body, deadline, self._headers)
 
     @contextlib.contextmanager
     def _connection(self, deadline: Deadline) -> Iterator[http.client.HTTPConnection]:
@@ -90,11 +94,16 @@ class _UnixConnection(http.client.HTTPConnection):
 
 
 def _exchange(
-    connection: http.client.HTTPConnection, method: str, path: str, body: Any, deadline: Deadline
+    connection: http.client.HTTPConnection,
+    method: str,
+    path: str,
+    body: Any,
+    deadline: Deadline,
+    headers: Mapping[str, str] | None = None,
 ) -> Any:
     """One request and its answer."""
     payload = None if body is None else json.dumps(body).encode()
-    headers = {"Content-Type": "application/json"} if payload is not None else {}
+    headers = {**(headers or {}), **({"Content-Type": "application/json"} if payload is not None else {})}
     if connection.sock is not None:
         connection.sock.settimeout(deadline.left)
     connection.request(method, path, payload, headers)

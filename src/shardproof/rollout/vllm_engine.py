@@ -51,7 +51,8 @@ _PRIME = 7919
 class VllmEngine:
     """vLLM servers that sample from the policy's weights. Collective: every rank makes it.
 
-    With `experts`, the policy's `expert_shape`, answers have the experts of their tokens.
+    With `experts`, the policy's `expert_shape`, answers have the experts of their tokens. With `finds_strings` servers that
+    the run starts end completions at stop strings; without, stop strings are cut from completions that are longer.
     """
 
     version = -1
@@ -65,9 +66,10 @@ class VllmEngine:
         batch_size: int = 256,
         sleeps: bool = False,
         experts: ExpertShape | None = None,
+        finds_strings: bool = False,
     ):
         self.policy = policy
-        self._experts = experts
+        self._experts, self._finds_strings = experts, finds_strings
         self.settings = settings or VllmSettings()
         self.proof: Proof | None = None
         self._adapter = policy.has_lora and self.settings.lora == "adapter"
@@ -147,7 +149,9 @@ class VllmEngine:
         records = self._experts is not None
         if records and not self.settings.urls:
             check_returns(self.policy.device.type)
-        return Served(folder, self._dtype, self.policy.device.type, rank, self._sleeps, records)
+        device = self.policy.device.type
+        strings = self._finds_strings and self.policy.folder is not None  # which has the tokenizer
+        return Served(folder, self._dtype, device, rank, self._sleeps, records, strings)
 
     @property
     def delivery(self) -> Delivery | None:

@@ -58,6 +58,7 @@ class Served:
     adapter_rank: int | None = None  # of the adapters that it will serve; None: none
     sleeps: bool = False  # it can be asked to give up its memory
     records_experts: bool = False  # it returns the experts of each token
+    finds_strings: bool = False  # it has a tokenizer, and ends completions at stop strings
 
 
 class VllmServer:
@@ -216,7 +217,7 @@ def arguments(settings: VllmSettings, served: Served, interface: Interface) -> l
         *("--model", str(served.folder), "--dtype", served.dtype),
         # Until the first sync there is nothing in it that looks like the model. An adapter needs its base.
         *("--load-format", "dummy" if served.adapter_rank is None else "auto"),
-        "--skip-tokenizer-init",
+        *(() if served.finds_strings else ("--skip-tokenizer-init",)),
         *(["--enable-scale-out"] if interface.scale_out_flag else []),
         # Sampling is what a request says; the checkpoint's generation config has no part in it.
         *("--generation-config", "vllm"),

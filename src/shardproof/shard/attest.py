@@ -51,6 +51,7 @@ class Held:
     shard: tuple[int, int]  # (index, count): ranks with the same index hold the same bytes
     is_buffer: bool = False
     is_volatile: bool = False  # legitimately different between ranks
+    is_packed: bool = False  # bytes that are no numbers of its dtype
 
 
 def attest(target: ShardedModel | nn.Module, optimizer: torch.optim.Optimizer | None = None) -> list[Finding]:
@@ -110,6 +111,7 @@ def held_tensors(module: nn.Module) -> list[Held]:
         for param, shape in fsdp1_parameters(unit)
     }
     clean = name_cleaner(module)
+    packed = {f"{name}.weight" for name, each in module.named_modules() if hasattr(each, "packed_shape")}
     held = []
     for name, param in module.named_parameters():
         if isinstance(param, DTensor):
@@ -117,7 +119,7 @@ def held_tensors(module: nn.Module) -> list[Held]:
         else:
             shard, shape = fsdp1.get(param, ((0, 1), tuple(param.shape)))
             local = param.detach()
-        held.append(Held(clean(name), local, shape, shard))
+        held.append(Held(clean(name), local, shape, shard, is_packed=name in packed))
     volatile = _volatile_buffers(module)
     for name, buffer in module.named_buffers(remove_duplicate=False):
         held.append(Held(clean(name), buffer.detach(), tuple(buffer.shape), (0, 1), True, name in volatile))
@@ -172,7 +174,10 @@ def check_values(held: list[Held], rank: int, *, written: bool) -> list[Finding]
     real = [
         item
         for item in held
-        if item.local.is_floating_point() and item.local.numel() and not item.local.is_meta
+        if item.local.is_floating_point()
+        and item.local.numel()
+        and not item.local.is_meta
+        and not item.is_packed
     ]
     totals = _fetch([_size_of(item.local) for item in real])
     findings = []

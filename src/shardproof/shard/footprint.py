@@ -33,7 +33,10 @@ def unit_bytes(group: Sequence[TensorInfo], dtype: torch.dtype | None = None, ro
     FSDP2 cuts each tensor's rows over `row_shards` ranks and pads them to a multiple of it, so that what it gathers of
     128 experts over 512 ranks is four times as large. Under FSDP1, which pads a whole unit by some elements, it is 1.
     """
-    return sum(_padded(info, row_shards) * (dtype or info.dtype).itemsize for info in group)
+    return sum(
+        _padded(info, row_shards) * (info.dtype if info.packed or dtype is None else dtype).itemsize
+        for info in group
+    )
 
 
 def num_row_shards(strategy: str, shards: int) -> int:
@@ -63,14 +66,17 @@ def gathered_bytes(
     cut = num_row_shards(strategy, shards)
     root_bytes = unit_bytes(root, compute, cut)
     block_bytes = max((unit_bytes(group, compute, cut) for group in blocks), default=0)
+    # A weight in 4 bits is there whole while it is computed with.
+    packed = (info for group in blocks for info in group if info.packed)
+    whole = max((info.num_weights * compute.itemsize for info in packed), default=0)
     if not trains:
-        return root_bytes + max(2 * block_bytes, 3 * logits)
+        return root_bytes + max(2 * block_bytes + whole, 3 * logits)
     trained_root = [info for info in root if info.trainable]
     head = max((info.numel for info in root if info.trainable and len(info.shape) > 1), default=0)
     trained_blocks = [[info for info in group if info.trainable] for group in blocks]
     at_the_head = head * (4 + (compute.itemsize if compute.itemsize < 4 else 0)) + _NUM_LOGITS * logits
     # A gathered block is a flat buffer and the parameters copied out of it; a reduced one waits for the next.
-    in_the_blocks = head * compute.itemsize + 4 * block_bytes
+    in_the_blocks = head * compute.itemsize + 4 * block_bytes + whole
     in_the_blocks += max((_gradient_bytes(group, compute, cut, 2) for group in trained_blocks), default=0)
     at_the_root = _gradient_bytes(trained_root, compute, cut, 1) if shards > 1 else 0
     return root_bytes + max(at_the_head, in_the_blocks, at_the_root)

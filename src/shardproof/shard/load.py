@@ -24,6 +24,7 @@ from shardproof.model.compiling import compile_blocks
 from shardproof.model.experts import use_grouped_experts
 from shardproof.model.families import check_sequence_parallel
 from shardproof.model.inventory import Inventory, take_inventory
+from shardproof.model.nf4 import hold_in_nf4
 from shardproof.model.replace import place_buffers
 from shardproof.model.roles import RoleModule
 from shardproof.model.skeleton import Skeleton, build_skeleton, checkpoint_blocks
@@ -34,6 +35,7 @@ from shardproof.shard.ledger import Ledger, Writer
 from shardproof.shard.local import LocalShard
 from shardproof.shard.materialise import Progress, check_tied_copies, materialise
 from shardproof.shard.memory import PeakMemory
+from shardproof.shard.packed import packed_shapes, take_digests
 from shardproof.shard.plan import ShardPlan, plan_shards
 from shardproof.shard.resolve import agree_on_settings, resolve_together
 from shardproof.shard.serve import ServedSource, list_requests, serve
@@ -62,6 +64,7 @@ def load(
     reduce_dtype: torch.dtype = torch.float32,
     cpu_offload: bool = False,
     lora: Any = None,
+    lora_base: str | None = None,
     sequence_parallel: int = 1,
     checkpoint_activations: bool | int | str = False,
     reshard_after_forward: bool | None = None,
@@ -70,14 +73,16 @@ def load(
     attn_implementation: str | None = None,
     experts_implementation: str | None = None,
     compile: bool | None = None,
+    new_head: bool = False,
     progress: bool = True,
 ) -> ShardedModel:
     """A sharded model: this rank has read its own shard, written each element exactly once, and checked the result.
 
     `source` is a folder or hub id with safetensors, or `RandomInit(config, seed)`. Raises the same error on every rank.
     With `reshard_after_forward=False` parameters are gathered once per step, and held until its last backward pass.
-    `compile` compiles the transformer blocks; None does so on CUDA with 16-bit compute and FSDP2, where
-    Triton is installed.
+    `lora_base="nf4"` holds the frozen linear weights in 4 bits (QLoRA). `compile` compiles the transformer blocks; None does so on CUDA with 16-bit compute and FSDP2, where
+    Triton is installed. With role="reward" the source is a sequence classifier with one label; `new_head=True` draws the
+    head of a source that has none, for a reward model that is to be trained.
 
     Collective: every rank. Memory: this rank's shards; with FSDP1 also one unit.
     """
@@ -91,6 +96,7 @@ def load(
         reduce_dtype=reduce_dtype,
         cpu_offload=cpu_offload,
         lora=lora,
+        lora_base=lora_base,
         sequence_parallel=sequence_parallel,
         checkpoint_activations=checkpoint_activations,
         reshard_after_forward=reshard_after_forward,
@@ -99,6 +105,7 @@ def load(
         attn_implementation=attn_implementation,
         experts_implementation=experts_implementation,
         compile=compile,
+        new_head=new_head,
     )
     init_distributed(settings.device if isinstance(settings.device, torch.device) else None)
     with together("settings"):
@@ -134,7 +141,11 @@ def _load(
             skeleton = _skeleton(resolved, settings)
         with watch.stage("plan"), together("plan"):
             inventory = take_inventory(skeleton.model)
-            plan = plan_shards(skeleton, inventory, resolved.checkpoint, resolved.seed)
+            plan = plan_shards(skeleton, inventory, resolved.checkpoint, resolved.seed, settings.new_head)
+            if settings.lora_base is not None:
+                hold_in_nf4(skeleton.model, plan.units, settings.compute_dtype)
+                inventory = take_inventory(skeleton.model)
+                plan = replace(plan, packed=packed_shapes(inventory))
         logger.info("loading the %s from %s, %s ...", settings.role, resolved.label, _size(inventory))
         with watch.stage("shard"):
             module, shards = _shard(skeleton, inventory, plan, settings)
@@ -142,7 +153,14 @@ def _load(
             ledger, bytes_read = _write(
                 plan, shards, resolved.checkpoint, servers, skeleton, settings, progress
             )
+    frozen = {info.name for info in inventory.parameters if settings.lora_base and not info.trainable}
+    base = take_digests({shard.name: shard for shard in shards if shard.name in frozen})
     _note_computed_and_tied(ledger, inventory, skeleton)
+    for name, found in base.items():
+        writer = ledger.writers[name]
+        held = f"held in {settings.lora_base}" if name in plan.packed else "frozen"
+        detail = f"{writer.detail}, {held}, digest {found % 2**64:016x}"
+        ledger.name_writer(name, replace(writer, detail=detail))
     loaded = ShardedModel(
         module=module,
         model=skeleton.model,
@@ -155,6 +173,7 @@ def _load(
         source=resolved.label,
         folder=resolved.folder,
         sequence_group=make_sequence_group(settings.sequence_parallel),
+        base_digests=base,
     )
     with watch.stage("attest"):
         findings = attest(loaded)
@@ -288,7 +307,7 @@ def _progress_bar(shards: Sequence[LocalShard], wanted: bool) -> Iterator[Progre
 
 def _size(inventory: Inventory) -> str:
     """The number of a model's parameters, in words."""
-    num = sum(info.numel for info in inventory.parameters)
+    num = sum(info.num_weights for info in inventory.parameters)
     return f"{num / 1e9:.2f} billion parameters" if num >= 10**8 else f"{num / 1e6:.2f} million parameters"
 
 

@@ -14,7 +14,8 @@ from shardproof.errors import fail
 from shardproof.model.initial import InitSpec, draw, initialise_whole
 from shardproof.shard.ledger import Ledger
 from shardproof.shard.local import LocalShard, Part
-from shardproof.shard.plan import ShardPlan
+from shardproof.shard.packed import as_weight, store, weight_parts
+from shardproof.shard.plan import ShardPlan, is_whole
 from shardproof.shard.staging import Staging
 from shardproof.weights.box_tensor import BoxTensor, Run
 from shardproof.weights.boxes import (
@@ -80,26 +81,50 @@ def materialise(
     ledger = Ledger()
     bytes_read = 0
     for shard in shards:
-        ledger.expect(shard.name, shard.shape, shard.boxes)
-        origin = plan.origins[shard.name]
-        if shard.flat.numel():
-            if isinstance(origin, BoxTensor):
-                assert source is not None
-                bytes_read += _write_boxes(shard, origin, source, ledger, staging)
-            elif isinstance(origin, WholeConversion):
-                assert source is not None
-                value = origin.convert(source, model)
-                _check_shape(shard, value)
-                bytes_read += value.numel() * value.element_size()
-                _write_value(shard, value, ledger)
-            elif origin.kind == "module":
-                _write_value(shard, initialise_whole(origin, plan.seed), ledger)
-            else:
-                _write_drawn(shard, origin, plan.seed, ledger)
+        shape = plan.packed.get(shard.name)
+        held = shard if shape is None else as_weight(shard, shape)
+        ledger.expect(shard.name, held.shape, held.boxes)
+        if not shard.flat.numel():
+            pass
+        elif shape is None:
+            bytes_read += _write_shard(plan, shard, source, model, staging, ledger)
+        else:
+            memory = partial(torch.empty, dtype=torch.float32, device=shard.flat.device)
+            at_once = is_whole(plan.origins[shard.name])
+            for low, high, part in weight_parts(shard, shape, at_once, memory):
+                bytes_read += _write_shard(plan, part, source, model, staging, ledger)
+                staging.finish()  # the copies run beside what quantises
+                store(shard, shape, low, high, part.flat)
         ledger.name_writer(shard.name, plan.writers[shard.name])
         progress(shard.nbytes)
     staging.finish()
     return ledger, bytes_read
+
+
+def _write_shard(
+    plan: ShardPlan,
+    shard: LocalShard,
+    source: SliceSource | None,
+    model: PreTrainedModel,
+    staging: Staging,
+    ledger: Ledger,
+) -> int:
+    """Write one shard; returns the number of checkpoint bytes read."""
+    origin = plan.origins[shard.name]
+    if isinstance(origin, BoxTensor):
+        assert source is not None
+        return _write_boxes(shard, origin, source, ledger, staging)
+    if isinstance(origin, WholeConversion):
+        assert source is not None
+        value = origin.convert(source, model)
+        _check_shape(shard, value)
+        _write_value(shard, value, ledger)
+        return value.numel() * value.element_size()
+    if origin.kind == "module":
+        _write_value(shard, initialise_whole(origin, plan.seed), ledger)
+    else:
+        _write_drawn(shard, origin, plan.seed, ledger)
+    return 0
 
 
 def _check_shape(shard: LocalShard, value: torch.Tensor) -> None:

@@ -8,17 +8,48 @@ looked into once it has state.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from shardproof.errors import fail
+from shardproof.shard.local import LocalShard
 from shardproof.shard.torch_private import local_tensor
 
-# The dtype of a tensor that has the parameter's shape and is split over the ranks as the parameter is; None: one number.
-StateSpec = Mapping[str, torch.dtype | None]
+BLOCK = 256  # elements of a whole parameter, in its flat order, that share one number of block-wise state
+
+
+@dataclass(frozen=True)
+class PerBlock:
+    """State that has one number for each block of a parameter; a rank holds those of its elements' blocks."""
+
+    dtype: torch.dtype
+
+
+# The dtype of a tensor that has the parameter's shape and is split over the ranks as the parameter is, or of one that has a
+# number for each block; None: one number.
+StateSpec = Mapping[str, torch.dtype | PerBlock | None]
+
+
+def num_blocks(numel: int) -> int:
+    """The blocks of a whole parameter."""
+    return -(-numel // BLOCK)
+
 
 _ASSUMED_TENSORS = 2  # of an optimizer that declares nothing: as many as AdamW
+
+
+def blocks_of(shard: LocalShard, numbers: torch.Tensor | None = None, *, owned: bool = False) -> LocalShard:
+    """The blocks that a shard has elements of, as a part of all blocks, with their numbers if they are given.
+
+    With `owned`, those alone whose first element it has: ranks that share a block hold the same number for it.
+    """
+    start, stop = shard.flat_range or (0, 0)
+    first, last = (start // BLOCK, num_blocks(stop)) if stop > start else (0, 0)
+    skipped = int(owned and stop > start and start % BLOCK > 0)
+    flat = shard.flat[:0] if numbers is None else numbers[skipped:]
+    return LocalShard.of_range(shard.name, (num_blocks(shard.numel),), first + skipped, last, flat)
 
 
 def declared_state(
@@ -31,7 +62,7 @@ def declared_state(
         return None if known is None else known(group, param)
     spec = declare(group, param)
     if not isinstance(spec, Mapping) or not all(
-        isinstance(key, str) and (dtype is None or isinstance(dtype, torch.dtype))
+        isinstance(key, str) and (dtype is None or isinstance(dtype, torch.dtype | PerBlock))
         for key, dtype in spec.items()
     ):
         message = f"{type(optimizer).__name__}.declare_state returned {spec!r}."
@@ -66,15 +97,28 @@ def tensor_dtypes(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, list[t
     return {
         param: [param.dtype] * _ASSUMED_TENSORS
         if spec is None
-        else [d for d in spec.values() if d is not None]
+        else [d for d in spec.values() if isinstance(d, torch.dtype)]
+        for param, spec in state_specs(optimizer).items()
+    }
+
+
+def block_dtypes(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, list[torch.dtype]]:
+    """Of each parameter, the dtypes of the tensors with a number for each block that the optimizer keeps."""
+    return {
+        param: [kind.dtype for kind in (spec or {}).values() if isinstance(kind, PerBlock)]
         for param, spec in state_specs(optimizer).items()
     }
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
     """Bytes of the state that the optimizer keeps on this rank, once it has taken a step."""
-    return sum(
+    like = sum(
         local_tensor(param).numel() * dtype.itemsize
         for param, dtypes in tensor_dtypes(optimizer).items()
+        for dtype in dtypes
+    )
+    return like + sum(
+        num_blocks(local_tensor(param).numel()) * dtype.itemsize
+        for param, dtypes in block_dtypes(optimizer).items()
         for dtype in dtypes
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -15,7 +15,7 @@ from shardproof.model.hf_private import WeightTransform
 from shardproof.model.initial import InitSpec, record_initialisation
 from shardproof.model.inventory import Inventory, TensorInfo
 from shardproof.model.lora import base_name, is_adapter
-from shardproof.model.roles import CRITIC, VALUE_HEAD
+from shardproof.model.roles import REWARD, VALUED, value_head
 from shardproof.model.skeleton import Skeleton
 from shardproof.shard.ledger import Writer
 from shardproof.weights.box_tensor import BoxTensor
@@ -35,18 +35,32 @@ class ShardPlan:
     tie_checks: Mapping[str, BoxTensor]  # canonical name -> the checkpoint's other copy of a tied tensor
     seed: int
     used_rules: list[WeightTransform] | None  # conversion rules that the checkpoint needed; None without one
+    # Weights that are held in 4 bits, with the shapes that they have for the model.
+    packed: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+
+
+def is_whole(origin: Origin) -> bool:
+    """Whether a tensor's values are made all at once, however few of them are wanted."""
+    return isinstance(origin, WholeConversion) or (isinstance(origin, InitSpec) and origin.kind == "module")
 
 
 def plan_shards(
-    skeleton: Skeleton, inventory: Inventory, checkpoint: Checkpoint | None, seed: int
+    skeleton: Skeleton,
+    inventory: Inventory,
+    checkpoint: Checkpoint | None,
+    seed: int,
+    new_head: bool = False,
 ) -> ShardPlan:
-    """The plan for a skeleton, from a checkpoint or, without one, from the model's own initialisation."""
+    """The plan for a skeleton, from a checkpoint or, without one, from the model's own initialisation.
+
+    A critic's head is drawn if the checkpoint has none, a reward model's only with `new_head`.
+    """
     origins: dict[str, Origin] = {}
     writers: dict[str, Writer] = {}
     tie_checks: dict[str, BoxTensor] = {}
     found = CheckpointMap()
     if checkpoint is not None:
-        found = _map_without_adapters(skeleton, inventory, checkpoint)
+        found = _map_without_adapters(skeleton, inventory, checkpoint, new_head)
     to_initialise = []
     for info in inventory.stored:
         adapted = next((name for name in info.names if ".base_layer." in name), None)
@@ -79,7 +93,9 @@ def plan_shards(
     return ShardPlan(find_units(skeleton.model, inventory), origins, writers, tie_checks, seed, used_rules)
 
 
-def _map_without_adapters(skeleton: Skeleton, inventory: Inventory, checkpoint: Checkpoint) -> CheckpointMap:
+def _map_without_adapters(
+    skeleton: Skeleton, inventory: Inventory, checkpoint: Checkpoint, new_head: bool
+) -> CheckpointMap:
     """The checkpoint's map in base names, checked for names and shapes."""
     state = {
         base_name(name): tensor
@@ -94,16 +110,31 @@ def _map_without_adapters(skeleton: Skeleton, inventory: Inventory, checkpoint: 
             continue
         present = [name for name in info.base_names if name in found]
         needed[present[0] if present else info.base_names[0]] = (info.shape, info.dtype)
-        optional.update(name for name in info.base_names if name.startswith(f"{VALUE_HEAD}."))
-    dropped = _dropped_head(found) if skeleton.role == CRITIC else set()
+        if skeleton.role in VALUED:
+            head = value_head(skeleton.model)
+            optional.update(name for name in info.base_names if name.startswith(f"{head}."))
+    if skeleton.role == REWARD and not new_head:
+        _require_head([name for name in needed if name in optional and name not in found])
+    dropped = _dropped_head(found) if skeleton.role in VALUED else set()
     check_coverage(
         found, skeleton.model, needed, checkpoint.tensors, may_initialise=optional, may_ignore=dropped
     )
     return found
 
 
+def _require_head(missing: list[str]) -> None:
+    """Raise for a reward model without its head: scores of a drawn one would mean nothing."""
+    if missing:
+        message = f"the checkpoint has no {missing[0]!r}: it is no sequence classifier, so it has no scores."
+        fix = (
+            "load a reward model; to train one from this checkpoint, use algorithm.name='reward_model', or pass "
+            "new_head=True"
+        )
+        raise fail("L104", "plan", message, tensor=missing[0], fix=fix)
+
+
 def _dropped_head(found: CheckpointMap) -> set[str]:
-    """The language-model head's names in the checkpoint: a critic has a value head in its place."""
+    """The language-model head's names in the checkpoint: a critic and a reward model have another in its place."""
     return {
         name
         for name in found.unexpected

@@ -21,7 +21,8 @@ from shardproof.dist.hosts import Hosts
 from shardproof.errors import fail
 from shardproof.shard.local import LocalShard
 from shardproof.shard.materialise import list_reads
-from shardproof.shard.plan import ShardPlan
+from shardproof.shard.packed import weight_parts
+from shardproof.shard.plan import ShardPlan, is_whole
 from shardproof.shard.staging import Staging
 from shardproof.weights.box_tensor import BoxTensor
 from shardproof.weights.boxes import Box
@@ -50,7 +51,7 @@ def choose_servers(has_files: Sequence[bool], hosts: Hosts) -> dict[int, int]:
 def list_requests(plan: ShardPlan, shards: Sequence[LocalShard]) -> list[Request]:
     """Every box that materialising `shards` will ask for, in its order."""
     requests: list[Request] = []
-    for shard in shards:
+    for shard in [part for each in shards for part in _written(plan, each)]:
         origin = plan.origins[shard.name]
         if isinstance(origin, BoxTensor):
             requests += [
@@ -66,6 +67,17 @@ def list_requests(plan: ShardPlan, shards: Sequence[LocalShard]) -> list[Request
             reads = list_reads(plan.tie_checks[shard.name], box)
             requests += [(read.piece.source, read.piece.source_box) for read in reads]
     return requests
+
+
+def _written(plan: ShardPlan, shard: LocalShard) -> Iterator[LocalShard]:
+    """The shard, or what is read of it at a time before it is packed, in memory that is not there."""
+    shape = plan.packed.get(shard.name)
+    if shape is None:
+        yield shard
+    elif shard.flat.numel():
+        memory = torch.empty(1, device=shard.flat.device).expand
+        for _, _, part in weight_parts(shard, shape, is_whole(plan.origins[shard.name]), memory):
+            yield part
 
 
 def served_by(rank: int, servers: dict[int, int]) -> list[int]:

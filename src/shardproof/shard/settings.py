@@ -13,7 +13,8 @@ from shardproof.dist.launch import resolve_device
 from shardproof.dist.mesh import check_mesh, make_mesh
 from shardproof.errors import choose, fail
 from shardproof.model.compiling import can_compile
-from shardproof.model.roles import ROLES
+from shardproof.model.nf4 import NF4
+from shardproof.model.roles import REWARD, ROLES
 from shardproof.model.skeleton import AUTO
 
 FSDP1, FSDP2 = "fsdp1", "fsdp2"
@@ -33,6 +34,7 @@ class LoadSettings:
     reduce_dtype: torch.dtype
     cpu_offload: bool
     lora: Any
+    lora_base: str | None  # what the frozen base's linear weights are held in; None: param_dtype
     sequence_parallel: int
     checkpoint_activations: bool | int | str  # True: every block; k: every k-th; "auto": what does not fit
     reshard_after_forward: bool | None  # None: unless "auto" above finds memory to spare
@@ -41,6 +43,7 @@ class LoadSettings:
     attn_implementation: str | None
     experts_implementation: str | None
     compile: bool | None  # None: where it is worth having
+    new_head: bool = False  # draw a reward model's head where the checkpoint has none
 
     @property
     def storage_device(self) -> torch.device:
@@ -78,6 +81,9 @@ class LoadSettings:
             )
         choose("settings", "role", self.role, ROLES)
         choose("settings", "strategy", self.strategy, STRATEGIES)
+        if self.new_head and self.role != REWARD:
+            message = f"new_head=True is for role='reward'; a {self.role} has another head."
+            raise fail("C001", "settings", message, fix="leave new_head out")
         if not isinstance(self.checkpoint_activations, int) and self.checkpoint_activations != AUTO:
             message = f"checkpoint_activations={self.checkpoint_activations!r} is not True, False, a number or {AUTO!r}."
             raise fail("C001", "settings", message)
@@ -88,6 +94,7 @@ class LoadSettings:
             dtype = getattr(self, name)
             if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
                 raise fail("C001", "settings", f"{name}={dtype!r} is not a floating torch.dtype.")
+        self._check_base()
         if self.strategy == FSDP1 and self.cpu_offload and self.device.type == "cpu":
             message = "strategy='fsdp1' with cpu_offload=True needs an accelerator: torch's CPUOffload pins host memory."
             raise fail(
@@ -102,6 +109,17 @@ class LoadSettings:
                 "parameters gathered before an update."
             )
             raise fail("C001", "settings", message, fix="use strategy='fsdp2', or leave it out")
+
+    def _check_base(self) -> None:
+        if self.lora_base is None:
+            return
+        choose("settings", "lora_base", self.lora_base, (NF4,))
+        if self.lora is None:
+            message = f"lora_base={self.lora_base!r} without lora: weights in 4 bits are not trained."
+            raise fail("C001", "settings", message, fix="pass lora=LoraConfig(...), or leave lora_base out")
+        if self.strategy == FSDP1:
+            message = f"strategy='fsdp1' with lora_base={self.lora_base!r}: FSDP1 joins tensors of one dtype and cuts rows."
+            raise fail("C001", "settings", message, fix="use strategy='fsdp2'")
 
     def described(self) -> dict[str, str]:
         """The settings as text, without this rank's own device number."""

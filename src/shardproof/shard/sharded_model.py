@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from shardproof.dist.sequence import SequenceGroup
 from shardproof.errors import fail
+from shardproof.findings import Finding
 from shardproof.model.inventory import Inventory
 from shardproof.model.roles import ROOT_PREFIX
 from shardproof.shard.fsdp1 import fsdp1_shards
@@ -19,6 +20,7 @@ from shardproof.shard.fsdp2 import fsdp2_shards
 from shardproof.shard.ledger import Writer
 from shardproof.shard.local import LocalShard
 from shardproof.shard.offload import HostCopy, OffloadReceipt, device_storages, optimizer_tensors
+from shardproof.shard.packed import changed
 from shardproof.shard.plan import ShardPlan
 from shardproof.shard.settings import FSDP1, LoadSettings
 from shardproof.shard.torch_private import clean_name, reshard
@@ -68,6 +70,8 @@ class ShardedModel:
     sequence_group: SequenceGroup | None = None
     num_updates: int = 0  # steps that changed something: the learning rate and the gradient were not zero
     offloaded: HostCopy | None = None  # the host copy of this rank's state while it is offloaded
+    # Of the weights that this rank holds in 4 bits, as they were when they had been loaded.
+    base_digests: Mapping[str, int] = field(default_factory=dict)
     before_change_hooks: list[Callable[[], None]] = field(default_factory=list)  # what `before_change` calls
 
     @property
@@ -139,6 +143,12 @@ class ShardedModel:
             raise fail(
                 "S215", stage, f"the {self.role} is offloaded: its storages on {self.device} are empty."
             )
+
+    def changed_base(self, stage: str) -> list[Finding]:
+        """A finding if a weight of the frozen base in 4 bits is not what was loaded."""
+        if not self.base_digests:
+            return []
+        return changed(self.base_digests, {shard.name: shard for shard in self.local_shards()}, stage)
 
     def offload(self, optimizer: torch.optim.Optimizer | None = None) -> OffloadReceipt:
         """Move parameters and optimizer state to pinned host memory; the receipt says what moved, or why nothing did."""

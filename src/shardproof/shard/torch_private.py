@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1Module
+from torch.distributed.fsdp._common_utils import HandleTrainingState
+from torch.distributed.fsdp._runtime_utils import _reshard
 from torch.distributed.tensor import DTensor, Shard
 
 from shardproof.shard.arena import Arena
@@ -98,18 +100,30 @@ def _adder(fsdp_param: Any) -> Callable[[torch.Tensor], None]:
 
 
 def reshard(root: nn.Module) -> None:
-    """Give up gathered parameters. After a forward without gradients FSDP2 keeps its root's gathered.
+    """Give up gathered parameters. After a forward without gradients the root's stay gathered.
 
-    While they are, `named_parameters` gives whole tensors that no optimizer may hold and no export may read.
+    While they are, FSDP2's `named_parameters` gives whole tensors that no optimizer may hold and no export may read, and
+    FSDP1's next forward reads them whatever its shards have become.
     """
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
         elif isinstance(module, FSDP1Module):
-            handle = module._handle
-            if handle is not None and not handle.uses_sharded_strategy:
-                # Where FSDP1 does not shard, backward leaves a frozen unit's parameters registered as plain tensors.
-                handle._use_unsharded_views(as_params=True)
+            _reshard_fsdp1(module)
+
+
+def _reshard_fsdp1(module: FSDP1Module) -> None:
+    handle = module._handle
+    if handle is None:
+        return
+    if not handle.uses_sharded_strategy:
+        # Where FSDP1 does not shard, backward leaves a frozen unit's parameters registered as plain tensors.
+        handle._use_unsharded_views(as_params=True)
+        return
+    # Before the first forward there is nothing to gather into; inside of `summon_full_params` they are to stay.
+    is_idle = handle._training_state == HandleTrainingState.IDLE
+    if is_idle and hasattr(handle.flat_param, "_full_param_padded") and not handle.needs_unshard():
+        _reshard(module, handle, free_unsharded_flat_param=True)
 
 
 @contextmanager

@@ -23,8 +23,9 @@ class Batch:
 
     A column has one value per sequence, or one per token. A sequence of n tokens has n - 1 predictions, so a token column
     has n - 1 values; one of n values belongs to the tokens themselves, and its first value is dropped.
-    Several sequences may be parts of one conversation (`in_conversations`), which is weighed as one. Of a mixture of
-    experts, the experts of each token may be given (`with_experts`): the policy is then scored and updated with these.
+    Several sequences may be parts of one conversation (`in_conversations`), which is weighed as one. A pair is such a
+    conversation, and stays in one micro-batch (`kept_together`): its loss compares the two. Of a mixture of experts, the
+    experts of each token may be given (`with_experts`): the policy is then scored and updated with these.
     """
 
     def __init__(self, sequences: Sequence[Sequence[int]], **columns: Any):
@@ -36,6 +37,7 @@ class Batch:
                 )
         self.conversations = list(range(len(self.sequences)))  # equal numbers: parts of one conversation
         self.experts: ExpertRows | None = None
+        self.keeps_conversations = False  # in one micro-batch each
         self.columns: dict[str, TokenColumn] = {
             name: self._token_column(name, values) for name, values in columns.items() if values is not None
         }
@@ -79,14 +81,19 @@ class Batch:
 
     def with_column(self, name: str, values: TokenColumn) -> Batch:
         """A copy with one column added or replaced."""
-        return self._like(self.sequences, self.conversations, {**self.columns, name: values}, self.experts)
+        columns = {**self.columns, name: values}
+        return self._like(self.sequences, self.conversations, columns, self.experts, self.keeps_conversations)
 
     def in_conversations(self, numbers: Sequence[int]) -> Batch:
         """A copy whose sequences belong to the conversations with these numbers; before, each was one of its own."""
         if len(numbers) != len(self):
             message = f"there are {len(numbers)} numbers of conversations for {len(self)} sequences."
             raise fail("C004", "batch", message)
-        return self._like(self.sequences, list(numbers), self.columns, self.experts)
+        return self._like(self.sequences, list(numbers), self.columns, self.experts, self.keeps_conversations)
+
+    def kept_together(self, keep: bool = True) -> Batch:
+        """A copy of which no conversation is divided among micro-batches, or of which some may be."""
+        return self._like(self.sequences, self.conversations, self.columns, self.experts, keep)
 
     def with_experts(self, experts: Sequence[Any]) -> Batch:
         """A copy with the experts of each sequence, [tokens, layers with a router, experts per token].
@@ -98,14 +105,24 @@ class Batch:
             shapes = [list(each.shape) for each in rows]
             message = f"experts have the shapes {shapes}, expected [tokens, layers, experts per token] of each sequence."
             raise fail("C004", "batch", message)
-        return self._like(self.sequences, self.conversations, self.columns, rows)
+        return self._like(self.sequences, self.conversations, self.columns, rows, self.keeps_conversations)
 
     def select(self, indices: Sequence[int]) -> Batch:
         """The sequences at `indices`, with their columns."""
         columns = {name: [values[i] for i in indices] for name, values in self.columns.items()}
         conversations = [self.conversations[i] for i in indices]
         experts = None if self.experts is None else [self.experts[i] for i in indices]
-        return self._like([self.sequences[i] for i in indices], conversations, columns, experts)
+        sequences = [self.sequences[i] for i in indices]
+        return self._like(sequences, conversations, columns, experts, self.keeps_conversations)
+
+    def units(self) -> list[list[int]]:
+        """The indices of the sequences that stay in one micro-batch: those of a conversation, or each by itself."""
+        if not self.keeps_conversations:
+            return [[index] for index in range(len(self))]
+        found: dict[int, list[int]] = {}
+        for index, number in enumerate(self.conversations):
+            found.setdefault(number, []).append(index)
+        return list(found.values())
 
     @staticmethod
     def _like(
@@ -113,12 +130,14 @@ class Batch:
         conversations: list[int],
         columns: Mapping[str, TokenColumn],
         experts: ExpertRows | None,
+        keeps_conversations: bool,
     ) -> Batch:
         batch = Batch.__new__(Batch)
         batch.sequences = sequences
         batch.conversations = conversations
         batch.columns = dict(columns)
         batch.experts = experts
+        batch.keeps_conversations = keeps_conversations
         return batch
 
     def sequence_indices(self) -> torch.Tensor:
@@ -149,9 +168,12 @@ def batch_facts(batch: Batch, micro_batch_tokens: int, share: int) -> dict[str, 
     """What the other ranks must know of this rank's batch before it is spread; `share` ranks hold each sequence."""
     if micro_batch_tokens < 1:
         raise fail("C001", "batch", f"micro_batch_tokens={micro_batch_tokens} must be positive.")
+    lengths = batch.lengths
+    sizes = [sum(lengths[index] for index in unit) for unit in batch.units()]
     return {
         "sequences": len(batch),
-        "parts": _bins_needed(batch.lengths, micro_batch_tokens),
+        "pairs": len(sizes) < len(batch),
+        "parts": _bins_needed(sizes, micro_batch_tokens),
         "digest": _digest(batch) if share > 1 else None,
         "experts": batch.experts is not None,
     }
@@ -181,17 +203,26 @@ def spread(
     """(micro-batch, its sequences' indices in `batch`): balanced by tokens, the same number on every rank.
 
     `facts` are those of every rank. A rank with less to do gets empty micro-batches. `one_by_one` gives every sequence a
-    micro-batch of its own.
+    micro-batch of its own, which conversations that are kept together cannot have: that raises on every rank.
     """
     lengths = batch.lengths
+    if one_by_one and any(row["pairs"] for row in facts):
+        message = (
+            "this model's sequences cannot be packed, so the two of a pair cannot be compared in one pass."
+        )
+        raise fail(
+            "T303", "batch", message, fix="use a model whose sequences can be packed; see docs/preferences.md"
+        )
     num_bins = max(1, *(row["sequences" if one_by_one else "parts"] for row in facts))
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     loads = [0] * num_bins
+    units = batch.units()
+    sizes = [sum(lengths[index] for index in unit) for unit in units]
     # Longest first, into the emptiest bin: within 4/3 of the best balance.
-    for index in sorted(range(len(batch)), key=lambda i: (-lengths[i], i)):
+    for number in sorted(range(len(units)), key=lambda i: (-sizes[i], i)):
         target = loads.index(min(loads))
-        bins[target].append(index)
-        loads[target] += lengths[index]
+        bins[target] += units[number]
+        loads[target] += sizes[number]
     # By length: attention takes sequences of one length together, and need not bring them together first.
     ordered = [sorted(indices, key=lambda i: (lengths[i], i)) for indices in bins]
     return [(batch.select(indices), indices) for indices in ordered]

@@ -12,7 +12,7 @@ from shardproof.model import hf_private
 from shardproof.model.attention import PACKED
 from shardproof.model.exact_attention import PACKED as EXACT_PACKED
 from shardproof.model.head import head_facts
-from shardproof.model.roles import CRITIC
+from shardproof.model.roles import VALUED
 from shardproof.model.routing import Routers
 from shardproof.shard.sharded_model import ShardedModel
 from shardproof.train.batching import Batch
@@ -94,7 +94,7 @@ def score(
     inputs = Inputs(policy, micro_batch, scoring.packed, every_token=want_router)
     if routers is not None:
         routers.replay(inputs.experts)
-    if policy.role == CRITIC:
+    if policy.role in VALUED:
         row = policy.module(task="values", use_cache=False, **inputs.model_inputs)[0].float()
         empty = row.new_empty(0)
         return Scored(empty, empty, inputs.predictions(row)), None

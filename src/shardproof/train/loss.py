@@ -10,6 +10,15 @@ import torch
 from shardproof.bounds import require_number
 from shardproof.errors import choose, fail
 from shardproof.train.corrections import Correction, find_correction, importance, mismatch_kl
+from shardproof.train.surrogates import (
+    CHOOSES,
+    PLAIN,
+    RATIOS,
+    Surrogate,
+    SurrogateSettings,
+    find_surrogate,
+    ratio_of,
+)
 
 
 @dataclass(frozen=True)
@@ -56,53 +65,6 @@ def kl_estimate(logps: torch.Tensor, ref_logps: torch.Tensor, kind: str) -> torc
     return torch.exp(-difference) + difference - 1.0
 
 
-# (logps, old_logps, columns, clip_low, clip_high) -> (loss per token, 1.0 for each token that the clip changed)
-Surrogate = Callable[[torch.Tensor, torch.Tensor, Columns, float, float], tuple[torch.Tensor, torch.Tensor]]
-
-
-def clipped(
-    logps: torch.Tensor, old: torch.Tensor, columns: Columns, low: float, high: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """PPO, GRPO, DAPO: -min(r A, clip(r, 1 - low, 1 + high) A) with one ratio r per token."""
-    return _clip(torch.exp(logps - old), columns["advantages"], low, high)
-
-
-def sequence_clipped(
-    logps: torch.Tensor, old: torch.Tensor, columns: Columns, low: float, high: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """GSPO: one ratio per completion, the geometric mean of its tokens' ratios; the gradient reaches every token."""
-    sequence, counted = columns["sequence"].long(), columns["mask"]
-    num = len(logps)  # at least one token each: an upper bound that needs no wait for the device
-    sums = torch.zeros(num, device=logps.device).index_add(0, sequence, (logps - old) * counted)
-    counts = torch.zeros(num, device=logps.device).index_add(0, sequence, counted)
-    ratio = torch.exp(sums / counts.clamp(min=1.0))[sequence]
-    return _clip(ratio, columns["advantages"], low, high)
-
-
-def detached(
-    logps: torch.Tensor, old: torch.Tensor, columns: Columns, low: float, high: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """CISPO: -stop_gradient(min(r, 1 + high)) A logp: no token loses its gradient to the clip."""
-    ratio = torch.exp(logps - old).detach()
-    weight = ratio.clamp(max=1.0 + high)
-    return -weight * columns["advantages"] * logps, (weight < ratio).float()
-
-
-def _clip(
-    ratio: torch.Tensor, advantages: torch.Tensor, low: float, high: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    bounded = ratio.clamp(1.0 - low, 1.0 + high)
-    loss = -torch.minimum(ratio * advantages, bounded * advantages)
-    return loss, (bounded * advantages < ratio * advantages).float().detach()
-
-
-SURROGATES: dict[str, Surrogate] = {
-    "clipped": clipped,
-    "sequence": sequence_clipped,
-    "detached": detached,
-}
-
-
 @dataclass(frozen=True)
 class _PolicyGradient:
     """The function of a policy-gradient loss: see `policy_gradient`, which checks these settings."""
@@ -113,9 +75,10 @@ class _PolicyGradient:
     kl_coef: float
     entropy_coef: float
     kl_estimator: str
-    kl_ratio_correction: bool
+    kl_ratio: str | None
     report_kl: bool
-    rollout_top_p: float | None
+    report_entropy: bool
+    rollout_whole: bool | None
     correction: Correction | None
     trust_region: str
 
@@ -125,7 +88,7 @@ class _PolicyGradient:
         ratio = torch.exp(scored.logps - old)
         loss, changed = self.surrogate(scored.logps, old, columns, self.clip_low, self.clip_high)
         metrics = {"ratio/mean": ratio.detach(), "ratio/max": ratio.detach(), "clip_fraction": changed}
-        if self.rollout_top_p is not None:
+        if self.rollout_whole is not None:
             gap = trainers - columns["rollout_logps"]
             if self.correction is not None:
                 weights, told = self.correction.weigh(gap, columns)
@@ -144,29 +107,33 @@ class _PolicyGradient:
             metrics["kl/mean"] = kl.detach()
             if self.kl_coef:
                 # Which samples are drawn depends on the weights, too: the ratio brings that into the gradient.
-                loss = loss + self.kl_coef * (kl * ratio if self.kl_ratio_correction else kl)
-        if self.entropy_coef:
-            loss = loss - self.entropy_coef * scored.entropy
+                if self.kl_ratio == "token":
+                    kl = kl * ratio
+                elif self.kl_ratio is not None:
+                    kl = kl * ratio_of(scored.logps, old, columns, self.kl_ratio)
+                loss = loss + self.kl_coef * kl
+        if self.report_entropy:
+            if self.entropy_coef:
+                loss = loss - self.entropy_coef * scored.entropy
             metrics["entropy/mean"] = scored.entropy.detach()
         return loss, {name: metrics[name] for name in self.reductions}
 
     @property
     def reductions(self) -> dict[str, str]:
         """The metrics, and how each is reduced over tokens and ranks."""
-        if self.rollout_top_p is None:
+        if self.rollout_whole is None:
             found = {"ratio/mean": "mean", "ratio/max": "max", "clip_fraction": "mean"}
         else:
             found = {"loss/policy": "mean", "clip_fraction": "mean", "ratio/max": "max"}
             # Log-probs of a nucleus say how much likelier its tokens were made, not how far two models are apart.
-            whole = self.rollout_top_p == 1.0
             distance = {"mismatch/mean": "mean", "mismatch/max": "max", "mismatch/kl": "mean"}
-            found |= distance if whole else {"nucleus/mean": "mean"}
+            found |= distance if self.rollout_whole else {"nucleus/mean": "mean"}
         if self.correction is not None:
             found |= self.correction.metrics
         elif self.trust_region == "behaviour":  # the ratio has the importance weight in it
             found |= {"correction/ess": "ess"}
         found |= {"kl/mean": "mean"} if self.report_kl else {}
-        return found | ({"entropy/mean": "mean"} if self.entropy_coef else {})
+        return found | ({"entropy/mean": "mean"} if self.report_entropy else {})
 
 
 def policy_gradient(
@@ -176,10 +143,12 @@ def policy_gradient(
     entropy_coef: float = 0.0,
     *,
     surrogate: str | Surrogate = "clipped",
+    surrogate_settings: SurrogateSettings = PLAIN,
     kl_estimator: str = "k3",
-    kl_ratio_correction: bool = False,
+    kl_ratio_correction: bool | str = False,
     report_kl: bool = False,
-    rollout_top_p: float | None = None,
+    report_entropy: bool = False,
+    rollout_whole: bool | None = None,
     correction: str = "tis",
     tis_cap: float | None = None,
     mis_cap: float = 2.0,
@@ -189,12 +158,14 @@ def policy_gradient(
 ) -> Loss:
     """A policy gradient: surrogate(r, A) + kl_coef KL - entropy_coef H, with r = exp(logp - old_logp).
 
-    The surrogate is one of `SURROGATES`, by default PPO's -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), or a
+    The surrogate is one of train/surrogates.py, by default PPO's -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), or a
     function of yours. The KL to the reference is an estimate (`kl_estimate`); `kl_ratio_correction` multiplies it by r,
-    and the expected gradient of k3 is then that of the KL. `report_kl` measures it where kl_coef is 0, too.
+    or by the ratio of this level, and the expected gradient of k3 is then that of the KL. `report_kl` measures it where
+    kl_coef is 0, too, and `report_entropy` the entropy where entropy_coef is 0.
 
-    `rollout_top_p` says that the batch has `rollout_logps`, those that its tokens were drawn with, and from which
-    nucleus. Their distance from the trainer's is reported, and without `old_logps` the policy is its own old policy.
+    `rollout_whole` says that the batch has `rollout_logps`, those that its tokens were drawn with, and whether from the
+    whole distribution. Their distance from the trainer's is reported, and without `old_logps` the policy is its own old
+    policy.
     The surrogate is multiplied by the weights of a `correction` (train/corrections.py): "tis" with a `tis_cap`, "mis",
     "icepop" or "none". With trust_region="behaviour", r = exp(logp - rollout_logp), and nothing is corrected.
     """
@@ -206,40 +177,47 @@ def policy_gradient(
     choose("loss", "kl_estimator", kl_estimator, ("k1", "k2", "k3"))
     choose("loss", "trust_region", trust_region, ("proximal", "behaviour"))
     found = find_correction(correction, tis_cap, mis_cap, icepop_bounds)
-    _check_drawn(found, trust_region, rollout_top_p)
-    if isinstance(surrogate, str):
-        surrogate = SURROGATES[choose("loss", "surrogate", surrogate, SURROGATES)]
+    _check_drawn(found, trust_region, rollout_whole)
     function = _PolicyGradient(
-        surrogate=surrogate,
+        surrogate=find_surrogate(surrogate, surrogate_settings, high),
         clip_low=clip_low,
         clip_high=high,
         kl_coef=kl_coef,
         entropy_coef=entropy_coef,
         kl_estimator=kl_estimator,
-        kl_ratio_correction=kl_ratio_correction,
+        kl_ratio=_level(kl_ratio_correction),
         report_kl=report_kl or bool(kl_coef),
-        rollout_top_p=rollout_top_p,
+        report_entropy=report_entropy or bool(entropy_coef),
+        rollout_whole=rollout_whole,
         correction=found if trust_region == "proximal" else None,
         trust_region=trust_region,
     )
-    columns = ["advantages", "old_logps" if rollout_top_p is None else "rollout_logps"]
+    columns = ["advantages", "old_logps" if rollout_whole is None else "rollout_logps"]
     columns += ["ref_logps"] if function.report_kl else []
-    return Loss(name, function, tuple(columns), function.reductions, want_entropy=bool(entropy_coef))
+    columns += ["chosen"] if surrogate in CHOOSES else []
+    return Loss(name, function, tuple(columns), function.reductions, want_entropy=function.report_entropy)
 
 
-def _check_drawn(correction: Correction | None, trust_region: str, top_p: float | None) -> None:
+def _level(corrected: bool | str) -> str | None:
+    """The level of the ratio that the KL is multiplied by; None: it is not."""
+    if isinstance(corrected, str):
+        return choose("loss", "kl_ratio_correction", corrected, RATIOS)
+    return "token" if corrected else None
+
+
+def _check_drawn(correction: Correction | None, trust_region: str, whole: bool | None) -> None:
     """Raise for what needs the log-probs that tokens were drawn with, if there are none, or only those of a nucleus."""
     asked = correction.name if correction is not None else None
     asked = trust_region if trust_region == "behaviour" else asked
     if asked is None:
         return
-    if top_p is None:
-        raise fail("C001", "loss", f"{asked!r} needs rollout log-probs.", fix="set rollout_top_p")
-    if top_p < 1.0 and asked in ("mis", "behaviour"):
+    if whole is None:
+        raise fail("C001", "loss", f"{asked!r} needs rollout log-probs.", fix="set rollout_whole")
+    if not whole and asked in ("mis", "behaviour"):
         message = (
-            f"{asked!r} needs log-probs of the whole distribution, not of a nucleus (rollout_top_p={top_p})."
+            f"{asked!r} needs log-probs of the whole distribution, not of a nucleus (rollout_whole=False)."
         )
-        raise fail("C001", "loss", message, fix="use tis or icepop, or rollout_top_p=1.0")
+        raise fail("C001", "loss", message, fix="use tis or icepop, or rollout_whole=True")
 
 
 def value(clip: float | None = None) -> Loss:

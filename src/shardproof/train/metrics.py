@@ -18,7 +18,8 @@ class MetricSums:
     """Running reductions of per-token values over micro-batches. Adding to it never waits for the device.
 
     `ess` is the effective sample size of weights as a share of their number: (sum w)^2 / (n sum w^2). Where a weight
-    belongs to several tokens, its value has two rows: the weights, and how much each of them counts.
+    belongs to several tokens, its value has two rows: the weights, and how much each of them counts; a `mean` over
+    sequences or pairs has them too.
     """
 
     def __init__(self, reductions: Mapping[str, str]):
@@ -49,6 +50,9 @@ def _partial(value: torch.Tensor, counted: torch.Tensor, reduction: str) -> torc
         times = torch.where(counted, times, 0.0)
         weights = torch.where(counted, weights, 0.0)
         return torch.stack([(times * weights).sum(), times.sum(), (times * weights.square()).sum()])
+    if reduction == "mean" and value.ndim == 2:
+        times = torch.where(counted, value[1], 0.0)
+        return torch.stack([torch.where(counted, times * value[0], 0.0).sum(), times.sum()])
     if reduction in ("sum", "mean"):
         return torch.stack([torch.where(counted, value, 0.0).sum(), number])
     edge = float("-inf") if reduction == "max" else float("inf")

@@ -1,9 +1,8 @@
-"""Optimizers by name, learning-rate schedules, and the memory of an optimizer's first step."""
+"""Optimizers by name, and the memory of an optimizer's first step."""
 
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -12,25 +11,24 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel
 
 from shardproof.bounds import require_number
 from shardproof.errors import choose, did_you_mean, fail
 from shardproof.model.families import num_experts
 from shardproof.model.inventory import Inventory
-from shardproof.model.roles import VALUE_HEAD
+from shardproof.model.roles import HEADS
 from shardproof.shard.sharded_model import ShardedModel
 from shardproof.shard.torch_private import clean_name
+from shardproof.train.adamw_8bit import AdamW8bit, Whereabouts
 from shardproof.train.muon import Muon, Sharded
 from shardproof.train.rounded_adamw import Place, RoundedAdamW
 from shardproof.user_code import describe_error, import_named, is_user_name
 
-OPTIMIZERS = ("adamw", "muon")
+OPTIMIZERS = ("adamw", "adamw_8bit", "muon")
 MOMENTS = ("float32", "bfloat16")
 MUON_OPTIONS = ("momentum", "nesterov", "ns_steps", "adjust_lr")
 LR_RULES = ("match_rms_adamw", "original")
-SCHEDULES = ("constant", "cosine")
 
 
 @dataclass(frozen=True)
@@ -56,10 +54,10 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """An optimizer of the trainable parameters; norms, biases and other vectors have no weight decay.
 
-    `name` is "adamw", "muon", or your own class or function as `module:name`, which is called as
+    `name` is "adamw", "adamw_8bit", "muon", or your own class or function as `module:name`, which is called as
     `name(groups, lr=lr, **options)`, with betas if it has such a parameter; the groups carry their weight_decay. "muon"
     takes `momentum`, `nesterov`, `ns_steps` and `adjust_lr` as options. `moments="bfloat16"` halves the memory of "adamw":
-    its running means are kept in 16 bits, rounded up or down at random.
+    its running means are kept in 16 bits, rounded up or down at random. "adamw_8bit" keeps them in 8.
 
     FSDP1 turns every parameter into a vector, so the shape of the whole tensor decides whether it decays.
     """
@@ -122,6 +120,13 @@ def build_optimizer(
             }
             return RoundedAdamW(_groups(trained, weight_decay), places, lr=lr, betas=betas, eps=eps)
         return torch.optim.AdamW(_groups(trained, weight_decay), lr=lr, betas=betas, eps=eps, fused=True)
+    if name == "adamw_8bit":
+        _check_options(name, options, ())
+        where: dict[torch.Tensor, Whereabouts] = {
+            item.param: Whereabouts(item.shape, item.start) for item in trained
+        }
+        groups = _groups(trained, weight_decay)
+        return AdamW8bit(groups, where, group, device, lr=lr, betas=betas, eps=eps)
     _check_options(name, options, MUON_OPTIONS)
     require_number("optimizer", "momentum", options.get("momentum", 0.95), at_least=0, below=1)
     require_number("optimizer", "ns_steps", options.get("ns_steps", 5), at_least=1, below=100)
@@ -175,7 +180,7 @@ def _make_user_optimizer(
 def hidden_matrices(model: PreTrainedModel, inventory: Inventory) -> set[str]:
     """Names of the matrices between embeddings and heads, and of stacks of experts' matrices."""
     head = model.get_output_embeddings()
-    apart = (VALUE_HEAD,) + tuple(
+    apart = HEADS + tuple(
         clean_name(name)
         for name, module in model.named_modules()
         if isinstance(module, nn.Embedding) or module is head
@@ -188,34 +193,6 @@ def hidden_matrices(model: PreTrainedModel, inventory: Inventory) -> set[str]:
         and "lora_embedding" not in info.name
         and not any(name.startswith(f"{module}.") for name in info.names for module in apart)
     }
-
-
-def make_schedule(
-    optimizer: torch.optim.Optimizer,
-    kind: str = "constant",
-    warmup_steps: int = 0,
-    total_steps: int | None = None,
-    final_ratio: float = 0.0,
-) -> LambdaLR:
-    """A schedule: linear warm-up, then a constant rate or a cosine that ends at `final_ratio` of it at `total_steps`."""
-    choose("schedule", "kind", kind, SCHEDULES)
-    require_number("schedule", "warmup_steps", warmup_steps, at_least=0)
-    require_number("schedule", "final_ratio", final_ratio, at_least=0, at_most=1)
-    if total_steps is not None:
-        require_number("schedule", "total_steps", total_steps, at_least=0)
-    if kind == "cosine" and not total_steps:
-        raise fail("C001", "schedule", "kind='cosine' needs total_steps.")
-
-    def ratio(step: int) -> float:
-        if step < warmup_steps:
-            return (step + 1) / (warmup_steps + 1)
-        if kind == "constant":
-            return 1.0
-        assert total_steps is not None
-        progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
-        return final_ratio + (1.0 - final_ratio) * 0.5 * (1.0 + math.cos(math.pi * progress))
-
-    return LambdaLR(optimizer, ratio)
 
 
 class FirstState:

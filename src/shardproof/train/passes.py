@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from shardproof.model.packing import to_device
-from shardproof.model.roles import CRITIC
+from shardproof.model.roles import VALUED
 from shardproof.model.router import balancing_loss
 from shardproof.shard.settings import FSDP2
 from shardproof.shard.sharded_model import ShardedModel
@@ -50,7 +50,7 @@ def backward(policy: ShardedModel, work: Work, index: int, sums: MetricSums) -> 
             want_router=bool(work.router_coef),
             routers=work.routers,
         )
-    row = scored.values if policy.role == CRITIC else scored.logps
+    row = scored.values if policy.role in VALUED else scored.logps
     if len(micro_batch):
         total = _weighted_loss(policy, micro_batch, work, scored, router, sums)
     else:
@@ -81,13 +81,8 @@ def _weighted_loss(
     router: torch.Tensor | None,
     sums: MetricSums,
 ) -> torch.Tensor:
-    columns = {name: to_device(micro_batch.flat(name), policy.device) for name in micro_batch.columns}
+    columns, counted = columns_of(micro_batch, policy.device)
     weights = columns["weights"]
-    counted = weights != 0
-    # A token that does not count must not count as NaN either, nor its gradient: zero times NaN is NaN.
-    columns = {name: torch.where(counted, column, 0.0) for name, column in columns.items()}
-    columns.setdefault("mask", counted.float())
-    columns["sequence"] = to_device(micro_batch.sequence_indices(), policy.device)
     token_loss, metrics = work.loss.function(scored, columns)
     total = torch.where(counted, weights * token_loss, 0.0).sum()
     if router is not None:
@@ -95,6 +90,18 @@ def _weighted_loss(
         total = total + work.router_coef * weights.sum() * aux
     sums.add(metrics, counted)
     return total
+
+
+def columns_of(batch: Batch, device: torch.device) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """(what a loss is told about the predictions of a batch with `weights`, which of them count)."""
+    columns = {name: to_device(batch.flat(name), device) for name in batch.columns}
+    counted = columns["weights"] != 0
+    # A token that does not count must not count as NaN either, nor its gradient: zero times NaN is NaN.
+    columns = {name: torch.where(counted, column, 0.0) for name, column in columns.items()}
+    columns.setdefault("mask", counted.float())
+    columns["sequence"] = to_device(batch.sequence_indices(), device)
+    columns["conversation"] = to_device(batch.conversation_indices(), device)
+    return columns, counted
 
 
 def locate(

@@ -13,7 +13,7 @@ from shardproof.bounds import require_number
 from shardproof.dist.collectives import together
 from shardproof.errors import error_for, fail
 from shardproof.model.families import max_positions, num_experts
-from shardproof.model.roles import CRITIC, REFERENCE
+from shardproof.model.roles import FROZEN, VALUED
 from shardproof.model.routing import Routers
 from shardproof.shard.attest import check_optimizer
 from shardproof.shard.settings import FSDP1
@@ -121,15 +121,16 @@ def prepare(
 
 def _check_request(policy: ShardedModel, batch: Batch, loss: Loss, router_coef: float) -> None:
     config = policy.model.config
-    if policy.role == REFERENCE:
-        raise fail("C001", "train_step", "a reference is frozen; load it with role='policy' to train it.")
+    if policy.role in FROZEN:
+        text = f"a {policy.role} is frozen; load it with role='policy' to train it."
+        raise fail("C001", "train_step", text)
     if policy.role != loss.role:
         raise fail("C001", "train_step", f"loss {loss.name!r} is for a {loss.role}, this is a {policy.role}.")
-    if router_coef and policy.role == CRITIC:
+    if router_coef and policy.role in VALUED:
         raise fail(
             "C001",
             "train_step",
-            f"router_coef={router_coef} is for a policy; a critic's router is not balanced.",
+            f"router_coef={router_coef} is for a policy; a {policy.role}'s router is not balanced.",
         )
     if router_coef and not hasattr(config.get_text_config(), "router_aux_loss_coef"):
         why = "has no router" if num_experts(config) is None else "balances its router without a loss"

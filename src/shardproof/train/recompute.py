@@ -21,7 +21,7 @@ from shardproof.dist.collectives import exchange
 from shardproof.dist.hosts import hosts
 from shardproof.model.compiling import can_compile
 from shardproof.model.head import chunk_bytes
-from shardproof.model.roles import CRITIC
+from shardproof.model.roles import VALUED
 from shardproof.model.skeleton import recomputable_blocks, set_recomputed
 from shardproof.shard.footprint import MARGIN, gathered_bytes, num_row_shards, unit_bytes, unit_groups
 from shardproof.shard.memory import device_id, free_memory
@@ -203,7 +203,7 @@ class Recompute:
         logits = 4 * extent.tokens * self._vocabulary
         if scoring.chunked:
             logits = chunk_bytes(extent.tokens, self._vocabulary, can_compile(self._device, compute))
-        if policy.role == CRITIC:
+        if policy.role in VALUED:
             logits = 0
         return gathered_bytes(self._groups, compute, logits, True, shards, policy.strategy)
 

@@ -9,7 +9,7 @@ import torch
 
 from shardproof.errors import fail
 from shardproof.model.compiling import uncompiled
-from shardproof.model.roles import CRITIC
+from shardproof.model.roles import VALUED
 from shardproof.model.routing import Routers
 from shardproof.shard.sharded_model import ShardedModel
 from shardproof.shard.torch_private import reshard
@@ -41,7 +41,7 @@ def replayed_routers(policy: ShardedModel, facts: Sequence[Mapping[str, Any]]) -
     Collective: every rank, the first time.
     """
     named = {row["experts"] for row in facts if row["sequences"]}
-    if policy.role == CRITIC or True not in named:
+    if policy.role in VALUED or True not in named:
         return None
     if len(named) > 1:
         raise fail("C004", "batch", "some ranks' batches name experts and others do not.")

@@ -15,7 +15,7 @@ from shardproof.errors import fail
 from shardproof.findings import Finding
 from shardproof.model.families import max_positions
 from shardproof.model.lora import adapters_off
-from shardproof.model.roles import CRITIC
+from shardproof.model.roles import CRITIC, REWARD, VALUED
 from shardproof.shard.sharded_model import ShardedModel
 from shardproof.shard.torch_private import reshard, staying_gathered
 from shardproof.train.batching import Batch, batch_facts, check_batch, check_same_in_group, spread
@@ -69,8 +69,9 @@ def logprobs(
 
     Collective: every rank; ranks of one sequence-parallel group pass the same sequences.
     """
-    if policy.role == CRITIC:
-        raise fail("C001", "logprobs", "a critic has values, not log-probs; use shardproof.values.")
+    if policy.role in VALUED:
+        name = "values" if policy.role == CRITIC else "scores"
+        raise fail("C001", "logprobs", f"a {policy.role} has {name}, not log-probs; use shardproof.{name}.")
     scored = _score_all(policy, sequences, temperature, adapters, entropy, micro_batch_tokens, experts)
     logps = [each.logps for each in scored]
     _check_finite(policy, "log-prob", logps)
@@ -90,6 +91,37 @@ def values(
     found = [each.values for each in scored]
     _check_finite(critic, "value", found)
     return found
+
+
+def scores(
+    reward: ShardedModel, sequences: Sequence[Sequence[int]], micro_batch_tokens: int = _DEFAULT_TOKENS
+) -> torch.Tensor:
+    """The reward model's score of each text, [sequences], without gradients: its value at the text's last token.
+
+    Tokens at the end that are the config's `pad_token_id` are padding, as transformers' sequence classifiers take them.
+
+    Collective: every rank; ranks of one sequence-parallel group pass the same sequences.
+    """
+    if reward.role != REWARD:
+        raise fail("C001", "scores", f"a {reward.role} has no scores; load it with role='reward'.")
+    padding = reward.model.config.get_text_config().pad_token_id
+    scored = _score_all(
+        reward, [scored_text(text, padding) for text in sequences], 1.0, True, False, micro_batch_tokens
+    )
+    found = [each.values[-1:] for each in scored]
+    _check_finite(reward, "score", found)
+    return torch.cat([torch.empty(0, device=reward.device), *found])
+
+
+def scored_text(tokens: Sequence[int], padding: int | None) -> list[int]:
+    """A text without padding at its end, and one token more: values are those of tokens that another one follows.
+
+    What follows a token does not change its value.
+    """
+    last = len(tokens) - 1
+    while last > 0 and tokens[last] == padding:
+        last -= 1
+    return [*tokens[: last + 1], *tokens[last : last + 1]]
 
 
 def _score_all(
@@ -127,7 +159,7 @@ def _score_all(
                 routers=routers,
             )
             results.update(zip(indices, _split(scored, micro_batch.lengths), strict=True))
-    # FSDP2 keeps its root gathered after a forward without gradients; whoever looks at parameters next wants shards.
+    # The root stays gathered after a forward without gradients; whoever looks at parameters next wants shards.
     reshard(policy.module)
     return [results[index] for index in range(len(batch))]
 

@@ -18,7 +18,7 @@ from shardproof.model.exact import is_exact
 from shardproof.model.exact_attention import PACKED as EXACT_PACKED
 from shardproof.model.families import max_positions, num_experts, why_not_packed
 from shardproof.model.head import HeadFacts, can_chunk, head_facts
-from shardproof.model.roles import CRITIC
+from shardproof.model.roles import VALUED
 from shardproof.shard.sharded_model import ShardedModel
 from shardproof.train.batching import Batch
 from shardproof.train.forward import Scoring, evaluating, score, scoring_context, vocabulary_size
@@ -83,7 +83,7 @@ def _find_scoring(policy: ShardedModel) -> tuple[Scoring, Yardstick, float]:
 def _ways(policy: ShardedModel, refused: str | None) -> tuple[Scoring, list[Scoring]]:
     """(the model's own way of scoring, faster ones that may say the same, the fastest first)."""
     chunked = (
-        policy.role != CRITIC
+        policy.role not in VALUED
         and policy.model.base_model is not policy.model
         and can_chunk(policy.model.get_output_embeddings())
     )
@@ -166,4 +166,4 @@ def _probe(policy: ShardedModel, probe: Batch, scoring: Scoring) -> torch.Tensor
             raise
         first, *more = str(error).splitlines()
         return f"{first} {more[0]}" if first.endswith(":") and more else first
-    return torch.cat([row.values if policy.role == CRITIC else row.logps for row in rows])
+    return torch.cat([row.values if policy.role in VALUED else row.logps for row in rows])

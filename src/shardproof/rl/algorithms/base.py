@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 from typing import ClassVar
 
 import torch
 
+from shardproof.config.algorithm import TIS_CAP
 from shardproof.config.algorithms import AlgorithmSpec
-from shardproof.config.learning import TIS_CAP
 from shardproof.config.schema import Algorithm as Settings
 from shardproof.config.schema import Rollout
+from shardproof.config.switches import filled
+from shardproof.errors import fail
 from shardproof.rl.advantages import overlong_penalty
+from shardproof.rl.algorithms.covariance import choose_tokens
 from shardproof.rl.algorithms.credit import Turns
-from shardproof.rollout.trajectory import Trajectory, reward_of
+from shardproof.rollout.trajectory import TRUNCATED, Trajectory, reward_of
 from shardproof.train.batching import Batch, weigh
-from shardproof.train.loss import Loss, Surrogate, kl_estimate, policy_gradient
+from shardproof.train.loss import Loss, kl_estimate, policy_gradient
+from shardproof.train.surrogates import CHOOSES, Surrogate, SurrogateSettings
 
 
 class Algorithm:
@@ -26,11 +29,14 @@ class Algorithm:
     """
 
     spec: ClassVar[AlgorithmSpec]
-    surrogate: ClassVar[str | Surrogate] = "clipped"  # of the policy's loss: see train.loss.SURROGATES
+    surrogate: ClassVar[str | Surrogate] = "clipped"  # of the policy's loss: see train/surrogates.py
 
     def __init__(self, settings: Settings, rollout: Rollout):
-        self.settings = settings
+        self.settings = filled(settings, self.spec)
         self.rollout = rollout
+        # Those of now: controllers may move them from step to step.
+        self.kl_coef, self.entropy_coef = settings.kl_coef, settings.entropy_coef
+        self._made_loss: tuple[tuple[float, float], Loss] | None = None
 
     def advantages(self, batch: Batch, trajectories: Sequence[Trajectory]) -> Batch:
         """The batch with a column `advantages`, and `returns` if there is a critic.
@@ -47,10 +53,10 @@ class Algorithm:
         settings = self.settings
         in_reward = settings.kl_coef > 0 and settings.kl_in == "reward"
         # With one update the policy is its own old policy; by "behaviour" the engine's log-probs stand for it.
-        has_old = settings.updates_per_batch > 1 and self.trust_region == "proximal"
+        has_old = settings.updates_per_step > 1 and self.trust_region == "proximal"
         needed = {
             "ref_logps": settings.kl_coef > 0,
-            "old_logps": has_old or in_reward,
+            "old_logps": has_old or in_reward or settings.surrogate in CHOOSES,
             "values": self.spec.has_critic,
         }
         return frozenset(name for name, is_needed in needed.items() if is_needed)
@@ -66,7 +72,7 @@ class Algorithm:
         if settings.trust_region != "auto":
             return settings.trust_region
         corrects = settings.correction != "auto" or settings.tis_cap != TIS_CAP or rollout.fp8 != "off"
-        return "behaviour" if rollout.ahead and rollout.top_p == 1.0 and not corrects else "proximal"
+        return "behaviour" if rollout.ahead and rollout.is_whole and not corrects else "proximal"
 
     @property
     def drops_equal_rewards(self) -> bool:
@@ -79,7 +85,10 @@ class Algorithm:
         """Whether sequences whose advantages are all zero cannot move a weight, so that updates may leave them out."""
         settings = self.settings
         kl = settings.kl_coef if settings.kl_in == "loss" else 0.0
-        other_terms = kl or settings.entropy_coef or settings.router_coef or self.spec.has_critic
+        entropy = settings.entropy_coef or settings.entropy_target
+        held_back = settings.surrogate == "kl_cov"  # tokens without an advantage may be among these
+        measured = settings.kl_target  # the KL of the whole batch
+        other_terms = kl or entropy or measured or settings.router_coef or held_back or self.spec.has_critic
         # In exact mode every sampled token is compared with the trainer's.
         return self.spec.samples and not other_terms and not self.rollout.exact
 
@@ -92,29 +101,62 @@ class Algorithm:
         longest = max((len(segment.tokens) for segment in turns), default=0)
         return overlong_penalty(longest, start, self.rollout.max_new_tokens)
 
+    def masks(self, trajectory: Trajectory) -> bool:
+        """Whether a conversation counts in no loss because a limit cut it off. It stays in its group's baseline."""
+        if self.settings.overlong != "mask":
+            return False
+        return trajectory.ended in TRUNCATED if trajectory.ended else not trajectory.finished
+
+    @property
+    def greedy_baseline(self) -> bool:
+        """Whether advantages need the reward of each prompt's greedy completion: `Reward.greedy`."""
+        return self.settings.baseline == "greedy"
+
     def weigh(self, batch: Batch, num_sequences: float, share: int) -> Batch:
         """The batch with a column `weights`; `num_sequences` conversations count over all ranks, of which `share` hold each.
 
         Collective: every rank.
         """
-        constant = num_sequences * self.rollout.max_new_tokens
-        return weigh(batch, self.spec.weights, constant=constant, share=share)
-
-    @cached_property
-    def loss(self) -> Loss:
-        """The policy's loss."""
         settings = self.settings
-        high = settings.clip_high if settings.clip_high is not None else self.spec.clip_high
+        if settings.surrogate in CHOOSES:
+            batch = choose_tokens(batch, settings, share)
+        how, constant = settings.aggregation or self.spec.weights, num_sequences
+        if how == "sequence_sum":
+            how = "constant"
+        elif how == "constant":
+            constant *= self.rollout.max_new_tokens
+        return weigh(batch, how, constant=constant, share=share)
+
+    @property
+    def loss(self) -> Loss:
+        """The policy's loss, with the coefficients of now."""
+        key = self.kl_coef, self.entropy_coef
+        if self._made_loss is None or self._made_loss[0] != key:
+            self._made_loss = key, self._make_loss()
+        return self._made_loss[1]
+
+    def _make_loss(self) -> Loss:
+        settings = self.settings
+        ratio = settings.ratio or "token"
+        # TRL corrects its KL by the ratio of the surrogate.
+        level = ratio if settings.preset == "trl" else "token"
         return policy_gradient(
             settings.clip_low,
-            high,
-            settings.kl_coef if settings.kl_in == "loss" else 0.0,
-            settings.entropy_coef,
-            surrogate=type(self).surrogate,
+            settings.clip_high,
+            self.kl_coef if settings.kl_in == "loss" else 0.0,
+            self.entropy_coef,
+            surrogate=self._surrogate(),
+            surrogate_settings=SurrogateSettings(
+                ratio,
+                settings.dual_clip or 0.0,
+                (settings.sapo_temperature_pos, settings.sapo_temperature_neg),
+                settings.cov_kl_coef,
+            ),
             kl_estimator=settings.kl_estimator,
-            kl_ratio_correction=settings.kl_ratio_correction,
+            kl_ratio_correction=settings.kl_ratio_correction and level,
             report_kl=settings.kl_coef > 0,
-            rollout_top_p=self.rollout.top_p,
+            report_entropy=settings.entropy_target is not None,
+            rollout_whole=self.rollout.is_whole,
             correction="tis" if settings.correction == "auto" else settings.correction,
             tis_cap=settings.tis_cap,
             mis_cap=settings.mis_cap,
@@ -122,6 +164,15 @@ class Algorithm:
             trust_region=self.trust_region,
             name=settings.name,
         )
+
+    def _surrogate(self) -> str | Surrogate:
+        own, asked = type(self).surrogate, self.settings.surrogate or "clip"
+        if own == "clipped":
+            return {"clip": "clipped"}.get(asked, asked)
+        if asked != "clip":
+            message = f"algorithm.surrogate={asked!r}: {type(self).__name__} has a surrogate of its own."
+            raise fail("C001", "algorithm", message, fix="remove the key")
+        return own
 
     @property
     def value_loss(self) -> Loss | None:
@@ -133,7 +184,7 @@ class Algorithm:
         row = turns.token_rewards()
         if self.settings.kl_coef > 0 and self.settings.kl_in == "reward":
             kl = kl_estimate(batch.flat("old_logps"), batch.flat("ref_logps"), self.settings.kl_estimator)
-            row = row.float() - self.settings.kl_coef * kl * batch.flat("mask")
+            row = row.float() - self.kl_coef * kl * batch.flat("mask")
         return row
 
 

@@ -1,17 +1,17 @@
-"""Algorithms that compare the completions of one prompt: GRPO, Dr. GRPO, DAPO, RLOO, GSPO, CISPO."""
+"""Algorithms that compare the completions of one prompt, and what they compare."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import groupby
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from shardproof.config.algorithms import SPECS
 from shardproof.dist.collectives import together
 from shardproof.errors import fail
-from shardproof.rl.advantages import discounted, group_centred, group_normalised, leave_one_out
+from shardproof.rl.advantages import discounted
 from shardproof.rl.algorithms.base import Algorithm, counted_only
 from shardproof.rl.algorithms.credit import Turns
 from shardproof.rollout.trajectory import Trajectory, reward_of
@@ -34,15 +34,35 @@ class GroupAlgorithm(Algorithm):
 
     def advantages(self, batch: Batch, trajectories: Sequence[Trajectory]) -> Batch:
         batch = counted_only(batch, trajectories)
-        with together("rollout"):
-            rows = self._compared(batch, Turns.of(batch, trajectories)) if trajectories else []
-        return batch.with_column("advantages", rows)
+        return batch.with_column("advantages", self.within_groups(batch, trajectories))
 
-    def _compared(self, batch: Batch, turns: Turns) -> list[torch.Tensor]:
-        """The advantages of each sequence's tokens."""
-        rewards_CK = turns.sums(self.token_rewards(batch, turns)).double()
-        returns_CK = discounted(rewards_CK, torch.full_like(rewards_CK, self.settings.turn_gamma)).float()
-        if self.settings.credit == "turn":
+    def within_groups(self, batch: Batch, trajectories: Sequence[Trajectory]) -> list[torch.Tensor]:
+        """What `compare` gives the tokens of each sequence. Collective: every rank."""
+        with together("rollout"):
+            if not trajectories:
+                return []
+            groups = Groups.of(self, batch, trajectories)
+            return groups.spread(self.compare(groups.rewards_PG, groups.counted_PG), type(self).__name__)
+
+
+@dataclass(frozen=True)
+class Groups:
+    """This rank's groups: what their completions, or the k-th turns of these, are compared by."""
+
+    rewards_PG: torch.Tensor
+    counted_PG: torch.Tensor
+    present_PGK: torch.Tensor  # groups that are smaller than the largest are filled up
+    batch: Batch
+    conversation: torch.Tensor  # of each prediction, from 0
+    number: torch.Tensor  # of each prediction's turn; 0 where conversations are compared as wholes
+
+    @classmethod
+    def of(cls, algorithm: Algorithm, batch: Batch, trajectories: Sequence[Trajectory]) -> Groups:
+        """Those of a batch, of which `trajectories` are the sequences; there is at least one."""
+        turns, settings = Turns.of(batch, trajectories), algorithm.settings
+        rewards_CK = turns.sums(algorithm.token_rewards(batch, turns)).double()
+        returns_CK = discounted(rewards_CK, torch.full_like(rewards_CK, settings.turn_gamma)).float()
+        if settings.credit == "turn":
             counted_CK, number = turns.counted(), turns.number
         else:
             returns_CK = returns_CK[:, :1]
@@ -54,50 +74,18 @@ class GroupAlgorithm(Algorithm):
             pad_sequence(table.split(sizes), batch_first=True)
             for table in (returns_CK, counted_CK, torch.ones_like(counted_CK))
         )
-        num_turns = returns_CK.shape[1]
         rewards_PG, counted_PG = (
             table.transpose(1, 2).reshape(-1, table.shape[1]) for table in (rewards_PGK, counted_PGK)
         )
-        advantages_PG = self.compare(rewards_PG, counted_PG)
-        if advantages_PG.shape != rewards_PG.shape:
-            shapes = f"{tuple(advantages_PG.shape)} for rewards of shape {tuple(rewards_PG.shape)}"
-            message = f"{type(self).__name__}.compare returned advantages of shape {shapes}."
+        return cls(rewards_PG, counted_PG, present_PGK, batch, turns.conversation, number)
+
+    def spread(self, advantages_PG: torch.Tensor, name: str) -> list[torch.Tensor]:
+        """The advantages of each sequence's tokens, from those of completions or their turns; `name` gave them."""
+        if advantages_PG.shape != self.rewards_PG.shape:
+            shapes = f"{tuple(advantages_PG.shape)} for rewards of shape {tuple(self.rewards_PG.shape)}"
+            message = f"{name}.compare returned advantages of shape {shapes}."
             raise fail("C001", "rollout", message, fix="return one advantage per completion")
-        advantages_PGK = advantages_PG.view(len(sizes), num_turns, -1).transpose(1, 2)
-        advantages_CK = advantages_PGK[present_PGK].view(-1, num_turns)
-        return batch.rows(advantages_CK[turns.conversation, number] * batch.flat("mask"))
-
-
-class GRPO(GroupAlgorithm):
-    spec = SPECS["grpo"]
-
-    def compare(self, rewards_PG: torch.Tensor, counted_PG: torch.Tensor) -> torch.Tensor:
-        return group_normalised(rewards_PG, counted_PG)
-
-
-class DAPO(GRPO):
-    spec = SPECS["dapo"]
-
-
-class GSPO(GRPO):
-    spec = SPECS["gspo"]
-    surrogate = "sequence"
-
-
-class CISPO(GRPO):
-    spec = SPECS["cispo"]
-    surrogate = "detached"
-
-
-class DrGRPO(GroupAlgorithm):
-    spec = SPECS["dr_grpo"]
-
-    def compare(self, rewards_PG: torch.Tensor, counted_PG: torch.Tensor) -> torch.Tensor:
-        return group_centred(rewards_PG, counted_PG)
-
-
-class RLOO(GroupAlgorithm):
-    spec = SPECS["rloo"]
-
-    def compare(self, rewards_PG: torch.Tensor, counted_PG: torch.Tensor) -> torch.Tensor:
-        return leave_one_out(rewards_PG, counted_PG)
+        num_prompts, _, num_turns = self.present_PGK.shape
+        advantages_PGK = advantages_PG.view(num_prompts, num_turns, -1).transpose(1, 2)
+        advantages_CK = advantages_PGK[self.present_PGK].view(-1, num_turns)
+        return self.batch.rows(advantages_CK[self.conversation, self.number] * self.batch.flat("mask"))

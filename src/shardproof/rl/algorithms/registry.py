@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
-from shardproof.config.algorithms import AlgorithmSpec
+from shardproof.config.algorithms import SPECS, AlgorithmSpec
+from shardproof.config.combinations import spec_problem
 from shardproof.config.schema import Algorithm as Settings
-from shardproof.config.schema import Recipe, Rollout, spec_problem
+from shardproof.config.schema import Recipe, Rollout
+from shardproof.config.switches import ADVANTAGE_SWITCHES, filled, switch_problem
 from shardproof.errors import fail
 from shardproof.rl.algorithms.base import Algorithm
-from shardproof.rl.algorithms.grouped import CISPO, DAPO, GRPO, GSPO, RLOO, DrGRPO
-from shardproof.rl.algorithms.returns import PPO, ReinforcePP
+from shardproof.rl.algorithms.distillation import TEACHER_LOGPS, Distillation
+from shardproof.rl.algorithms.dpo import DPO
+from shardproof.rl.algorithms.kto import KTO
+from shardproof.rl.algorithms.presets import GRPO, PolicyGradient, preset
+from shardproof.rl.algorithms.reward_model import RewardModelling
 from shardproof.rl.algorithms.sft import SFT
 from shardproof.train.loss import Loss
 from shardproof.user_code import import_named
 
-ALGORITHMS: dict[str, type[Algorithm]] = {
+# Those with code of their own; every other name of the table is a preset.
+_OWN: dict[str, type[Algorithm]] = {
     "grpo": GRPO,
-    "dr_grpo": DrGRPO,
-    "dapo": DAPO,
-    "rloo": RLOO,
-    "reinforce_pp": ReinforcePP,
-    "ppo": PPO,
-    "gspo": GSPO,
-    "cispo": CISPO,
+    "distillation": Distillation,
     "sft": SFT,
+    "dpo": DPO,
+    "kto": KTO,
+    "reward_model": RewardModelling,
 }
+ALGORITHMS: dict[str, type[Algorithm]] = {name: _OWN.get(name) or preset(name) for name in SPECS}
 
 
 def find_algorithm(name: str) -> type[Algorithm]:
@@ -40,7 +44,9 @@ def find_algorithm(name: str) -> type[Algorithm]:
 
 def make_algorithm(settings: Settings, rollout: Rollout) -> Algorithm:
     """The algorithm that a recipe names, with its settings. Raises if its losses are not what they should be."""
-    algorithm = find_algorithm(settings.name)(settings, rollout)
+    kind = find_algorithm(settings.name)
+    _check_switches(kind, settings)
+    algorithm = kind(settings, rollout)
     losses: dict[str, Loss | None] = {"loss": algorithm.loss}
     if algorithm.spec.has_critic:
         losses["value_loss"] = algorithm.value_loss
@@ -49,11 +55,30 @@ def make_algorithm(settings: Settings, rollout: Rollout) -> Algorithm:
             message = f"algorithm {settings.name!r}: {name} is a {type(found).__name__}; expected a shardproof.Loss."
             raise fail("C001", "algorithm", message, fix="see docs/extending.md#an-algorithm")
     known = {"ref_logps", "old_logps"} | ({"values"} if algorithm.spec.has_critic else set())
+    known |= {TEACHER_LOGPS} if algorithm.spec.has_teacher else set()
     unknown = sorted(algorithm.columns - known)
     if unknown:
         message = f"algorithm {settings.name!r}: no model computes the column {unknown[0]!r}."
         raise fail("C001", "algorithm", message, fix=f"use {', '.join(sorted(known))}")
     return algorithm
+
+
+def _check_switches(kind: type[Algorithm], settings: Settings) -> None:
+    """Raise if switches are set that a user's own algorithm does not look at, or that do not go together in it."""
+    if settings.name in SPECS:
+        return
+    by_switches = (
+        issubclass(kind, PolicyGradient)
+        and kind.advantages is PolicyGradient.advantages
+        and kind.compare is PolicyGradient.compare
+    )
+    ignored = [key for key in ADVANTAGE_SWITCHES if getattr(settings, key) is not None and not by_switches]
+    if ignored:
+        message = f"algorithm.{ignored[0]}: {settings.name!r} computes its advantages itself."
+        raise fail("C001", "algorithm", message, fix="remove the key, or read it in your class")
+    problem = switch_problem(filled(settings, kind.spec)) if by_switches else None
+    if problem is not None:
+        raise fail("C001", "algorithm", f"algorithm.{problem}.", fix="repair these keys")
 
 
 def check_algorithm(recipe: Recipe) -> None:

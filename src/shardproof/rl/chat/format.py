@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
 from typing import Any
@@ -27,22 +27,42 @@ from shardproof.rl.chat.thoughts import ThoughtStyle, find_thoughts
 from shardproof.rollout.trajectory import Segment
 
 _KEPT_SCAFFOLDS = 256  # replies with ids of their own make one each
+_KEPT_FORMATS = 64  # rows with variables of their own make one for each value
 
 
 class ChatFormat:
     """A chat model's format: its template, how it writes thoughts and tool calls, and what it writes between turns."""
 
-    def __init__(self, tokenizer: Any, tool_format: str | None = None):
-        self.template = Template(tokenizer)
+    def __init__(
+        self, tokenizer: Any, tool_format: str | None = None, variables: Mapping[str, Any] | None = None
+    ):
+        self.template = Template(tokenizer, variables)
         self._tool_format = require_known(tool_format)
+        self._others: dict[str, ChatFormat] = {}  # with other variables
         self._style: CallStyle | None = None
         self._thoughts: ThoughtStyle | None = None
         self._scaffolds: dict[str, Scaffold] = {}
 
     @classmethod
-    def of(cls, tokenizer: Any, tool_format: str | None = None) -> ChatFormat:
-        """The format of a tokenizer with a chat template; `tool_format` names how the model writes tool calls."""
-        return cls(tokenizer, tool_format)
+    def of(
+        cls, tokenizer: Any, tool_format: str | None = None, variables: Mapping[str, Any] | None = None
+    ) -> ChatFormat:
+        """The format of a tokenizer with a chat template; `tool_format` names how the model writes tool calls.
+
+        `variables` are for the template, such as `enable_thinking`.
+        """
+        return cls(tokenizer, tool_format, variables)
+
+    def with_variables(self, variables: Mapping[str, Any] | None) -> ChatFormat:
+        """The format with a row's own variables for the template; the same one where the row has none."""
+        if variables is None:
+            return self
+        key = json.dumps(variables, sort_keys=True, default=str)
+        if key not in self._others:
+            if len(self._others) >= _KEPT_FORMATS:
+                self._others.pop(next(iter(self._others)))
+            self._others[key] = ChatFormat(self.template.tokenizer, self._tool_format, variables)
+        return self._others[key]
 
     @property
     def calls(self) -> CallStyle:
@@ -95,12 +115,17 @@ class ChatFormat:
         return [Segment(tuple(self.template.encode(text)), "prompt")]
 
     def reply(
-        self, messages: Sequence[Message], ended_with: int | None, tools: Sequence[Schema] | None = None
+        self,
+        messages: Sequence[Message],
+        ended_with: int | None,
+        tools: Sequence[Schema] | None = None,
+        is_stop: bool = True,
     ) -> list[Segment]:
         """The tokens between what the policy sampled and its next turn: the messages and what the template adds.
 
-        `ended_with` is the stop token that the policy sampled; it is not written again. None: the turn was cut, and the
-        template's end of a turn is written. Raises `Unrenderable` if the template refuses the messages.
+        `ended_with` is the token that ended what the policy sampled. The template's end of a turn is not written again if
+        it is that token, or if that is another stop token, `is_stop`, and no text. None: the turn was cut, and its end is
+        written. Raises `Unrenderable` if the template refuses the messages.
         """
         if not messages:
             raise Unrenderable("the reply has no messages")
@@ -111,7 +136,8 @@ class ChatFormat:
         contents = scaffold.contents(tail, messages)
         if spans is None or contents is None:
             contents, spans = [(0, 1)], [(0, 1)] * len(tokens)
-        begin = scaffold.num_sampled(ended_with, tokens, self.template.special_tokens)
+        replaces = is_stop and ended_with in self.template.own_tokens
+        begin = scaffold.num_sampled(ended_with, tokens, self.template.special_tokens, replaces)
         return list(_segments(tokens, spans, contents, begin))
 
     def turn(
@@ -235,6 +261,10 @@ class PlainFormat:
     def __init__(self, tokenizer: Any):
         self.template = Template(tokenizer)
 
+    def with_variables(self, variables: Mapping[str, Any] | None) -> PlainFormat:
+        """The same: there is no template."""
+        return self
+
     def prompt(self, messages: Sequence[Message], tools: Sequence[Schema] | None = None) -> list[Segment]:
         """The contents as tokens, with those that the tokenizer begins a text with. Raises `Unrenderable` for tools."""
         if tools:
@@ -243,7 +273,11 @@ class PlainFormat:
         return [Segment(tuple(self.template.encode(text, special=True)), "prompt")]
 
     def reply(
-        self, messages: Sequence[Message], ended_with: int | None, tools: Sequence[Schema] | None = None
+        self,
+        messages: Sequence[Message],
+        ended_with: int | None,
+        tools: Sequence[Schema] | None = None,
+        is_stop: bool = True,
     ) -> list[Segment]:
         """The contents as the environment's tokens; none for empty ones."""
         tokens = self.template.encode("".join(_content(message) for message in messages))

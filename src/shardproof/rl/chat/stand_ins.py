@@ -90,21 +90,24 @@ class Scaffold:
             place += len(text) + len(behind)
         return spans
 
-    def num_sampled(self, ended_with: int | None, tail: Sequence[int], special: Collection[int]) -> int:
+    def num_sampled(
+        self, ended_with: int | None, tail: Sequence[int], special: Collection[int], replaces: bool
+    ) -> int:
         """How many of the tail's first tokens the policy wrote itself, or another stop token in place of them.
 
         A turn ends with one stop token, the sampled one. If the template would write another (<|eot_id|> where the
-        policy sampled <|eom_id|> or the end of sequence), it is left out. Some models have none: they stop with the
-        token that begins the next message.
+        policy sampled <|eom_id|> or the end of sequence), it is left out, where the sampled one `replaces` it. Some models
+        have none: they stop with the token that begins the next message.
         """
         if ended_with is None:
             return 0
-        if ended_with in self.end:
-            return self.end.index(ended_with) + 1
-        begins = list(tail[: len(self.end) + 1])  # the last of them begins the next message
-        if ended_with in begins:
-            return begins.index(ended_with) + 1
-        return next((n + 1 for n, token in enumerate(self.end) if token in special), 0)
+        for written in (self.end, tail[: len(self.end) + 1]):  # the last of these begins the next message
+            if ended_with in written:
+                before = written[: written.index(ended_with)]
+                # Text behind a special token is no end by itself: the policy has not said the special token.
+                if ended_with in special or not any(token in special for token in before):
+                    return len(before) + 1
+        return next((n + 1 for n, token in enumerate(self.end) if token in special), 0) if replaces else 0
 
 
 def _written_forms(content: object) -> Iterator[str]:

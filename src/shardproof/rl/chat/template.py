@@ -24,14 +24,14 @@ class Endless(Exception):
 class Template:
     """Renders conversations with a tokenizer's chat template, and encodes what it wrote."""
 
-    def __init__(self, tokenizer: Any):
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, variables: Mapping[str, Any] | None = None):
+        self.tokenizer, self.variables = tokenizer, dict(variables or {})
 
     def render(
         self, messages: Sequence[Message], tools: Sequence[Schema] | None = None, *, prompt: bool = True
     ) -> str:
         """The conversation as text. With `prompt` the model's next turn begins at its end."""
-        call = partial(render_chat, self.tokenizer, messages, tools, prompt=prompt)
+        call = partial(render_chat, self.tokenizer, messages, tools, prompt=prompt, variables=self.variables)
         try:
             (text,) = call_each([call], SECONDS)
         except Overdue as error:
@@ -77,6 +77,11 @@ class Template:
             if added.special:
                 found[token] = added.content
         return {int(token): str(text) for token, text in found.items()}
+
+    @cached_property
+    def own_tokens(self) -> frozenset[int]:
+        """Tokens that were added to the vocabulary, special or not: all others are pieces of ordinary text."""
+        return frozenset(self.special_tokens) | set(getattr(self.tokenizer, "added_tokens_decoder", {}))
 
     def begins_special(self, text: str) -> bool:
         """Whether the text begins with a special token: what stands before it has no part in its tokens then."""

@@ -11,6 +11,7 @@ from typing import Any
 from shardproof.environments.protocol import Failure, Message, Opening, Reply, Schema, Turn
 from shardproof.rl.chat.format import ChatFormat, PlainFormat
 from shardproof.rl.data import Prompt
+from shardproof.rl.sources.rendering import Rendering
 from shardproof.rollout.trajectory import TRUNCATED, Ending, Segment, Trajectory
 
 _MAX_REPLY = 2000  # characters of a message that are kept beside the tokens
@@ -33,6 +34,7 @@ class Rules:
     masks: bool  # conversations that a limit ended are not trained on
     filler: tuple[int, ...]  # stands for the prompt of a conversation that failed before it had one
     reward_weight: float = 1.0  # of the environment's rewards in the total
+    rendering: Rendering = field(default_factory=Rendering)  # the system prompt, and the template's variables
 
 
 @dataclass
@@ -52,6 +54,11 @@ class Conversation:
     turn: Turn | None = None  # the last one
     turns: list[dict[str, Any]] = field(default_factory=list)
     facts: dict[str, list[float]] = field(default_factory=dict)
+
+    @property
+    def format(self) -> ChatFormat | PlainFormat:
+        """How messages become tokens, with the row's own variables for the template."""
+        return self.rules.format.with_variables(self.prompt.template)
 
     @property
     def number(self) -> int:
@@ -75,10 +82,11 @@ class Conversation:
         if not self.messages:
             column = rules.prompt_column
             raise ValueError(f"start() gave no messages, and the row has no column {column!r}")
+        self.messages = self._begun(self.messages)
         if opening.messages is None and opening.tools is None:
             segments: Sequence[Segment] = [Segment(prompt.tokens, "prompt")]
         else:
-            segments = rules.format.prompt(self.messages, self.tools)
+            segments = self.format.prompt(self.messages, self.tools)
         self.current = replace(self.current, segments=tuple(segments))
         if not self._has_room(segments, max_new_tokens):
             num = sum(len(segment.tokens) for segment in segments)
@@ -91,9 +99,10 @@ class Conversation:
         is_last = number == self.rules.max_turns or not self._has_room(trajectory.segments, max_new_tokens)
         said = trajectory.segments[-1].tokens
         self.turns.append({"text": "", "calls": [], "malformed": [], "reward": 0.0, "reply": []})
-        self.turn = self.rules.format.turn(
-            said, trajectory.finished, number, is_last or not trajectory.finished, self.tools
+        turn = self.format.turn(
+            said, trajectory.has_stop_token, number, is_last or not trajectory.finished, self.tools
         )
+        self.turn = replace(turn, finished=trajectory.finished)
         self.turns[-1] |= {
             "text": self.turn.text,
             "calls": [asdict(call) for call in self.turn.calls],
@@ -139,13 +148,14 @@ class Conversation:
     def _go_on(self, messages: list[Message], fresh: bool, max_new_tokens: int) -> None:
         rules = self.rules
         assert self.turn is not None
-        whole = [*self.messages, rules.format.message(self.turn), *messages]
+        whole = [*self.messages, self.format.message(self.turn), *messages]
         if fresh or rules.splits:
-            whole = messages if fresh else whole
-            segments = tuple(rules.format.prompt(whole, self.tools))
+            whole = self._begun(messages) if fresh else whole
+            segments = tuple(self.format.prompt(whole, self.tools))
         else:
-            ended_with = self.current.segments[-1].tokens[-1]
-            reply = rules.format.reply(messages, ended_with, self.tools)
+            said = self.current.segments[-1].tokens
+            ended_with = said[-1] if self.current.finished else None
+            reply = self.format.reply(messages, ended_with, self.tools, self.current.has_stop_token)
             if not any(segment.tokens for segment in reply):
                 self.ended = "done"  # nothing was said, and a turn would follow a turn
                 return
@@ -157,6 +167,12 @@ class Conversation:
             self.earlier.append(self.current)
         self.messages = whole
         self.current = replace(self.current, segments=segments, finished=False)
+
+    def _begun(self, messages: list[Message]) -> list[Message]:
+        """Messages that the policy reads first, with the system prompt before them."""
+        if not self.rules.is_templated:
+            return messages
+        return [dict(message) for message in self.rules.rendering.messages(messages)]
 
     def _has_room(self, segments: Sequence[Segment], max_new_tokens: int) -> bool:
         """Whether another turn of the policy fits behind these segments."""
@@ -188,9 +204,8 @@ class Conversation:
             "prompt": self.prompt.text if first == self.prompt.tokens else self.rules.decode(first, False),
             "turns": self.turns,
             "environment": {"seconds": self.seconds, "facts": self.facts, "error": self.error},
+            **self.prompt.facts,
         }
-        if self.prompt.row.get("answer") is not None:
-            facts["answer"] = self.prompt.row["answer"]
         text = self._text()
         if self.rules.masks and self.ended in TRUNCATED:
             sequences = [_without_loss(sequence) for sequence in sequences]
@@ -204,7 +219,7 @@ class Conversation:
             lines[-1] = lines[-1][:1]  # the policy did not read the last reply
             return "\n".join(line for turn in lines for line in turn)
         said = self.current.tokens[len(self.current.segments[0].tokens) :]
-        return self.rules.decode(said[:-1] if self.current.finished else said, True)
+        return self.rules.decode(said[:-1] if self.current.has_stop_token else said, True)
 
 
 def as_messages(given: Sequence[Message] | str, role: str) -> list[Message]:

@@ -29,6 +29,7 @@ def with_environment(trajectory: Trajectory, scored: Reward, masks: bool) -> Rew
         total=scored.total + sum(segment.reward for segment in trajectory.sampled),
         parts={**scored.parts, NAME: sum(turn["reward"] for turn in turns)},
         left_out=masks and trajectory.ended in TRUNCATED,
+        silent=False,
     )
 
 
@@ -50,13 +51,14 @@ def reward_sample(trajectory: Trajectory, row: Mapping[str, Any]) -> tuple[str, 
     """What reward functions read: the prompt's text, the completion, and the data row.
 
     Of a conversation they read the policy's last turn, where its answer is; all its turns are in the row as `turns`,
-    unless the row has a column of that name.
+    and the ids of all that the policy wrote as `completion_ids`, unless the row has columns of these names.
     """
     prompt = trajectory.facts["prompt"]
+    written = [token for segment in trajectory.sampled for token in segment.tokens]
     if not trajectory.ended:
-        return prompt, trajectory.text, dict(row)
+        return prompt, trajectory.text, {"completion_ids": written, **row}
     turns = trajectory.facts["turns"]
-    return prompt, str(turns[-1]["text"]), {"turns": turns, **row}
+    return prompt, str(turns[-1]["text"]), {"turns": turns, "completion_ids": written, **row}
 
 
 def conversation_facts(trajectories: Iterable[Trajectory]) -> list[dict[str, Any]]:

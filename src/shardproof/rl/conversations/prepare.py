@@ -13,7 +13,9 @@ from shardproof.environments.registry import resolve
 from shardproof.errors import ShardproofError, fail
 from shardproof.rl.chat.format import ChatFormat, PlainFormat
 from shardproof.rl.conversations.conversation import Conversation, Rules
-from shardproof.rl.data import Prompt, Row
+from shardproof.rl.data import Prompt
+from shardproof.rl.sources.rendering import TEMPLATE_COLUMN, Rendering
+from shardproof.rl.sources.text_files import Row
 from shardproof.rl.templates import panics_as_errors
 from shardproof.rollout.trajectory import Trajectory
 from shardproof.user_code import describe_error
@@ -79,9 +81,14 @@ def make_rules(
     has_messages = opening.messages is not None and not isinstance(opening.messages, str)
     chat = _uses_template(recipe, tokenizer, bool(tools), has_messages or has_lists)
     rewrites: Sequence[object] = []
+    rendering = Rendering.of(recipe)
+    if not chat and (rendering.system is not None or rendering.variables):
+        key = "system_prompt" if rendering.system is not None else "chat_template_kwargs"
+        message = f"data.{key} is set, but conversations do not go through a chat template."
+        raise fail("C005", "data", message, fix=f"set data.chat=true, or remove data.{key}")
     form: ChatFormat | PlainFormat = PlainFormat(tokenizer)
     if chat:
-        form = ChatFormat.of(tokenizer, settings.tool_format)
+        form = ChatFormat.of(tokenizer, settings.tool_format, rendering.variables)
         # No reply follows a single turn; that its tool calls can be read is asked all the same.
         roles = facts.roles if settings.max_turns > 1 else ()
         rewrites = form.probe(roles, bool(tools)) if roles or tools else []
@@ -108,7 +115,28 @@ def make_rules(
         masks=settings.truncation == "mask",
         filler=(end, end),
         reward_weight=settings.reward_weight,
+        rendering=rendering,
     )
+
+
+def check_variables_of_rows(rules: Rules, prompts: Sequence[Prompt]) -> None:
+    """Raise if a row's own variables change whether the template rewrites turns: what is split is decided for all rows."""
+    form, seen = rules.format, set()
+    if isinstance(form, PlainFormat) or rules.max_turns == 1:
+        return
+    for prompt in prompts:
+        key = repr(prompt.template)
+        if prompt.template is None or key in seen:
+            continue
+        seen.add(key)
+        rewrites = form.with_variables(prompt.template).probe(rules.roles, bool(rules.tools))
+        if bool(rewrites) != bool(form.probe(rules.roles, bool(rules.tools))):
+            message = (
+                f"with {TEMPLATE_COLUMN}={dict(prompt.template)} of one row the template does not treat earlier turns as "
+                f"it does for the others: {prompt.text[:60]!r}."
+            )
+            fix = "use the same variables for all rows of an environment, in data.chat_template_kwargs"
+            raise fail("C005", "data", message, fix=fix)
 
 
 def _uses_template(recipe: Recipe, tokenizer: Any, has_tools: bool, has_messages: bool) -> bool:

@@ -14,9 +14,13 @@ from shardproof.errors import ShardproofError, fail
 from shardproof.rl.conversations.conversation import Conversation, Rules
 from shardproof.rl.data import Prompt, sample_seed
 from shardproof.rl.templates import panics_as_errors
-from shardproof.rollout.engine import Request
+from shardproof.rollout.engine import Request, Sampling
+from shardproof.rollout.sampling import overridden
+from shardproof.rollout.stop_strings import without_stop
 from shardproof.rollout.trajectory import Segment, Trajectory
 from shardproof.user_code import describe_error
+
+ASKED = "asked"  # a trajectory's fact: the prompt as its row has it, text or messages
 
 
 @dataclass(frozen=True)
@@ -30,10 +34,23 @@ class Start:
     environment_seed: int  # the same for all conversations of a group, so that they begin alike
     # What was drawn before the run was interrupted; of use without an environment only, whose state is lost.
     begun: Segment | None = None
+    greedy: bool = False  # the most likely tokens are taken
+
+    def own_sampling(self, sampling: Sampling) -> Sampling | None:
+        """How its tokens are drawn in a batch of this sampling, where that is another way."""
+        own = overridden(sampling, self.prompt.sampling)
+        own = replace(own, temperature=0.0) if self.greedy else own
+        return None if own is sampling else own
+
+    def max_new_tokens(self, sampling: Sampling) -> int:
+        """The most tokens that the policy says at a time."""
+        return (self.own_sampling(sampling) or sampling).max_new_tokens
 
 
-def starts_of(seed: int, asked: Sequence[tuple[int, Prompt]], size: int, step: int) -> list[Start]:
-    """The beginnings of `size` trajectories of each (group, prompt), in this order.
+def starts_of(
+    seed: int, asked: Sequence[tuple[int, Prompt]], size: int, step: int, greedy: bool = False
+) -> list[Start]:
+    """The beginnings of `size` trajectories of each (group, prompt), in this order, each with a greedy one if asked.
 
     Their seeds depend on seed, step, group and place in the group, and on nothing else.
     """
@@ -45,9 +62,10 @@ def starts_of(seed: int, asked: Sequence[tuple[int, Prompt]], size: int, step: i
             sample_seed(seed, step, group * size + sample),
             # Held-out conversations, which have negative steps, begin alike in every evaluation.
             sample_seed(seed, max(step, -1), group),
+            greedy=sample == size,
         )
         for group, prompt in asked
-        for sample in range(size)
+        for sample in range(size + greedy)
     ]
 
 
@@ -58,10 +76,10 @@ def begin(start: Start, rules: Rules) -> Conversation:
     return Conversation(prompt, start.seed, Trajectory.of_prompt(tokens, start.group, start.sample), rules)
 
 
-def next_request(conversation: Conversation) -> Request:
-    """What the engine is asked for the policy's next turn."""
+def next_request(conversation: Conversation, own: Sampling | None = None) -> Request:
+    """What the engine is asked for the policy's next turn; `own` is the conversation's own way to draw it."""
     may_go_on = conversation.number + 1 < conversation.rules.max_turns
-    return Request(conversation.current, conversation.draw_seed, continues=may_go_on)
+    return Request(conversation.current, conversation.draw_seed, continues=may_go_on, sampling=own)
 
 
 def take_turn(conversation: Conversation, trajectory: Trajectory, max_new_tokens: int) -> Turn | Failure:
@@ -102,12 +120,25 @@ def stopped_by(start: Start, conversation: Conversation) -> ShardproofError:
     return fail("R509", "rollout", f"{name}: {conversation.error}.")
 
 
-def with_text(trajectory: Trajectory, prompt: Prompt, tokenizer: Any) -> Trajectory:
-    """A trajectory of one turn with the prompt's text, and what was said after it, without the token that ended it."""
+def with_text(
+    trajectory: Trajectory,
+    prompt: Prompt,
+    tokenizer: Any,
+    asks: str | None = None,
+    include_stop: bool = True,
+) -> Trajectory:
+    """A trajectory of one turn with the prompt's text, and what was said after it, without the token that ended it.
+
+    `asks` is the row's column whose text or messages are kept, for reward models that write them in their own way. Without
+    `include_stop` a stop string that ended it is left out, too.
+    """
     said = trajectory.tokens[len(prompt.tokens) :]
     with panics_as_errors():
-        text = tokenizer.decode(said[:-1] if trajectory.finished else said, skip_special_tokens=True)
-    facts = {**trajectory.facts, "prompt": prompt.text}
-    if prompt.row.get("answer") is not None:
-        facts["answer"] = prompt.row["answer"]
+        before = tokenizer.decode(said[:-1], skip_special_tokens=True)
+        text = before if trajectory.has_stop_token else tokenizer.decode(said, skip_special_tokens=True)
+    if trajectory.stop_string and not include_stop:
+        text = without_stop(text, before, trajectory.stop_string)
+    facts = {**trajectory.facts, "prompt": prompt.text, **prompt.facts}
+    if asks is not None and asks in prompt.row:
+        facts[ASKED] = prompt.row[asks]
     return replace(trajectory, text=text, facts=facts)

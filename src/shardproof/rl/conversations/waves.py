@@ -71,7 +71,7 @@ class Conversations:
 
         Collective: every rank.
         """
-        batch = _Batch(self, engine, sampling.max_new_tokens, starts)
+        batch = _Batch(self, engine, sampling, starts)
         try:
             while True:
                 over, num_going = batch.settle()
@@ -79,7 +79,10 @@ class Conversations:
                 if not num_going:
                     return
                 places = list(batch.going)
-                requests = [next_request(conversation) for conversation in batch.going.values()]
+                requests = [
+                    next_request(conversation, starts[place].own_sampling(sampling))
+                    for place, conversation in batch.going.items()
+                ]
                 for ready in answers(engine, requests, sampling, ledger):
                     for k, trajectory in ready:
                         batch.take(places[k], trajectory)
@@ -91,8 +94,9 @@ class Conversations:
 class _Batch:
     """The conversations of one batch on this rank; those in `going` are not over."""
 
-    def __init__(self, common: Conversations, engine: Engine, max_new_tokens: int, starts: Sequence[Start]):
-        self._common, self._engine, self._max_new_tokens = common, engine, max_new_tokens
+    def __init__(self, common: Conversations, engine: Engine, sampling: Sampling, starts: Sequence[Start]):
+        self._common, self._engine = common, engine
+        self._max_new_tokens = [start.max_new_tokens(sampling) for start in starts]
         self._pool = common.pool if common.leader == dist.get_rank() else None
         self._starts = starts
         self.going = {place: begin(start, common.rules) for place, start in enumerate(starts)}
@@ -103,7 +107,7 @@ class _Batch:
     def take(self, place: int, trajectory: Trajectory) -> None:
         """Take a turn of the policy, and ask the environment for its reply."""
         conversation = self.going[place]
-        turn = take_turn(conversation, trajectory, self._max_new_tokens)
+        turn = take_turn(conversation, trajectory, self._max_new_tokens[place])
         if isinstance(turn, Failure):
             self._broken[place] = turn
         elif self._pool is not None:
@@ -117,7 +121,8 @@ class _Batch:
         found = self._answers()
         with together("rollout") as message:
             for place, conversation in self.going.items():
-                take_answer(conversation, *found[place], self._max_new_tokens, self._engine.version)
+                most = self._max_new_tokens[place]
+                take_answer(conversation, *found[place], most, self._engine.version)
                 if conversation.ended == "failed" and self._common.stops:
                     raise stopped_by(self._starts[place], conversation)
             over = {place: c for place, c in self.going.items() if c.ended}

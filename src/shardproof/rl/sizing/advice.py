@@ -128,8 +128,12 @@ def _changes(recipe: Recipe, machine: Machine) -> Iterator[Change]:
     if model.lora is None:
         # The policy without its adapters is the reference then.
         yield Change("model.lora.r=16", {"model.lora": {"r": 16}, "reference": None}, keeps_results=False)
+    elif model.lora.base is None:
+        section = model.lora.model_dump() | {"base": "nf4"}
+        yield Change("model.lora.base=nf4", {"model.lora": section}, keeps_results=False)
     if recipe.optimizer.name == "adamw" and recipe.optimizer.moments == "float32":
         yield replace(_set("optimizer.moments", "bfloat16"), keeps_results=False)
+        yield replace(_set("optimizer.name", "adamw_8bit"), keeps_results=False)
     if model.param_dtype == "float32":
         yield replace(_set("model.param_dtype", "bfloat16"), keeps_results=False)
 

@@ -8,6 +8,7 @@ from math import ceil
 
 import torch
 
+from shardproof.config.evaluation_sets import held_out_sets
 from shardproof.config.rollout import Rollout
 from shardproof.config.schema import Recipe
 from shardproof.rl.sizing.activations import cache_bytes, prompts_bytes, token_bytes
@@ -20,6 +21,10 @@ from shardproof.rollout.paged.cache import CacheShape
 from shardproof.rollout.paged.memory import LEAST_BLOCKS, padded_rows
 from shardproof.rollout.paged.model_step import why_not_paged
 from shardproof.rollout.paged.reading import CHUNK_TOKENS
+
+# Bytes for an entry of the vocabulary where logits are not drawn from as they are: scores in float32 three times, their order,
+# and how often each token was there.
+_SHAPED = 28
 
 
 @dataclass(frozen=True)
@@ -38,7 +43,7 @@ class EngineBytes:
 
 def replica_bytes(shape: Shape, dtype: torch.dtype) -> int:
     """The whole policy without adapters, in one dtype, with its buffers."""
-    elements = sum(info.numel for info in shape.inventory.parameters if not info.is_adapter)
+    elements = sum(info.num_weights for info in shape.inventory.parameters if not info.is_adapter)
     return elements * dtype.itemsize + shape.buffer_bytes
 
 
@@ -46,8 +51,9 @@ def completion_counts(recipe: Recipe, ranks: int) -> list[int]:
     """How many completions a rank makes in a step, and in an evaluation if there is one."""
     takers = max(ranks // recipe.model.sequence_parallel, 1)
     counts = [ceil(recipe.train.prompts_per_step / takers) * recipe.rollout.group_size]
-    if recipe.output.eval_every:
-        counts.append(ceil(recipe.output.eval_prompts / takers) * recipe.output.eval_samples)
+    for each in held_out_sets(recipe):
+        if each.every:
+            counts.append(ceil(each.prompts / takers) * each.samples)
     return counts
 
 
@@ -73,7 +79,8 @@ def engine_bytes(
     """
     model, compute = shape.skeleton.model, getattr(torch, recipe.model.compute_dtype)
     rollout, longest = recipe.rollout, max(prompt_lengths)
-    sampling = Sampling(rollout.max_new_tokens, rollout.temperature, rollout.top_p)
+    sampling = Sampling(rollout.max_new_tokens, rollout.temperature)
+    shaping = 0 if rollout.is_whole else _SHAPED  # of each entry of the vocabulary
     rows = batch_rows(recipe, ranks)
     talks = recipe.environment is not None
     # From the second turn on no two conversations read the same.
@@ -94,13 +101,13 @@ def engine_bytes(
         tokens = min(CHUNK_TOKENS, prompts * longest)
         reading = prompts_bytes(model, compute, 1, tokens) - cache_bytes(model, compute, tokens)
         # Each row's logits and, without kernels that draw, in float32 four times.
-        fused = compute.itemsize == 2 and rollout.top_p == 1.0
+        fused = compute.itemsize == 2
         drawing = padded_rows(rows[0], rollout.batch_size) * shape.vocabulary
-        drawing *= 2 * compute.itemsize + (0 if fused else 16)
+        drawing *= 2 * compute.itemsize + (0 if fused else 16) + shaping
         return EngineBytes(replica, cache, True, turns + reading + drawing)
     reading = prompts_bytes(model, compute, prompts, longest) + turns
     cache = rows[0] * cache_bytes(model, compute, length)
-    drawing = token_bytes(model, compute, rows[0], length, sampling)
+    drawing = token_bytes(model, compute, rows[0], length, sampling) + rows[0] * shape.vocabulary * shaping
     return EngineBytes(replica, cache, False, max(reading - cache, drawing - cache, 0))
 
 

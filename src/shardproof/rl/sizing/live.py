@@ -34,7 +34,9 @@ class LiveBytes(TorchDispatchMode):
         self._resize = torch.UntypedStorage.resize_
 
     def restart(self) -> int:
-        """Begin a new peak; returns what is alive."""
+        """Begin a new peak; returns what is alive, without garbage if it `collects`."""
+        if self._collects:
+            gc.collect()
         self.peak = self.now
         return self.now
 

@@ -14,11 +14,12 @@ from transformers import PretrainedConfig
 from shardproof.export.stream import ALONE_BYTES, BUCKET_BYTES
 from shardproof.model.head import chunk_bytes
 from shardproof.model.inventory import Inventory, TensorInfo, take_inventory
-from shardproof.model.roles import CRITIC, REFERENCE
+from shardproof.model.nf4 import hold_in_nf4
+from shardproof.model.roles import FROZEN, VALUED
 from shardproof.model.skeleton import Skeleton, build_skeleton, recomputable_blocks
 from shardproof.rl.sizing.activations import forward_bytes, saved_bytes
 from shardproof.shard.footprint import gathered_bytes, num_row_shards, unit_bytes, unit_groups
-from shardproof.shard.optimizer_state import tensor_dtypes
+from shardproof.shard.optimizer_state import block_dtypes, num_blocks, tensor_dtypes
 from shardproof.shard.plan import find_units
 from shardproof.train.optim import Trainable, build_optimizer, hidden_matrices
 
@@ -83,6 +84,7 @@ class Shape:
     skeleton: Skeleton
     inventory: Inventory
     units: tuple[str, ...]
+    trained: bool = True  # False: it only scores, like every reference
 
     @property
     def buffer_bytes(self) -> int:
@@ -101,13 +103,19 @@ def shape_of(
     param_dtype: torch.dtype = torch.float32,
     lora: object = None,
     trust_remote_code: bool = False,
+    lora_base: str | None = None,
+    compute_dtype: torch.dtype = torch.bfloat16,
 ) -> Shape:
     """The model's tensors and units. Memory: buffers only."""
     skeleton = build_skeleton(
         config, role=role, lora=lora, param_dtype=param_dtype, trust_remote_code=trust_remote_code
     )
     inventory = take_inventory(skeleton.model)
-    return Shape(skeleton, inventory, find_units(skeleton.model, inventory))
+    units = find_units(skeleton.model, inventory)
+    if lora_base is not None:
+        hold_in_nf4(skeleton.model, units, compute_dtype)
+        inventory = take_inventory(skeleton.model)
+    return Shape(skeleton, inventory, units)
 
 
 def held_bytes(shape: Shape, layout: Sharding, ranks: int) -> Held:
@@ -115,7 +123,7 @@ def held_bytes(shape: Shape, layout: Sharding, ranks: int) -> Held:
     shards = max(ranks // layout.replicate, 1)
     groups = unit_groups(shape.inventory, shape.units)
     held = sum(_shard_bytes(group, layout, shards) for group in groups) + shape.buffer_bytes
-    if shape.skeleton.role == REFERENCE:
+    if shape.skeleton.role in FROZEN or not shape.trained:
         return Held(held, 0, 0)
     trained = sum(_shard_bytes([i for i in group if i.trainable], layout, shards) for group in groups)
     return Held(held, trained, _optimizer_bytes(shape, layout, groups, shards) if trained else 0)
@@ -162,7 +170,7 @@ def _gathered(
 ) -> int:
     compute = layout.compute_dtype
     is_fused = layout.on_gpu and compute.itemsize == 2
-    logits = 0 if shape.skeleton.role == CRITIC else chunk_bytes(num_tokens, shape.vocabulary, is_fused)
+    logits = 0 if shape.skeleton.role in VALUED else chunk_bytes(num_tokens, shape.vocabulary, is_fused)
     found = gathered_bytes(groups, compute, logits, trains, shards, layout.strategy)
     if trains and layout.reshard_after_forward is False:
         found += sum(
@@ -200,7 +208,12 @@ def _optimizer_bytes(
         for index in range(max(map(len, kept.values()), default=0)):
             tensors = [replace(info, dtype=row[index]) for info, row in kept.items() if index < len(row)]
             total += _shard_bytes(tensors, layout, shards)
-    return total
+    blocks = block_dtypes(made)
+    return total + sum(
+        ceil(num_blocks(info.numel) / shards + 1) * dtype.itemsize
+        for info in infos
+        for dtype in blocks[params[info.name]]
+    )
 
 
 def _shard_bytes(group: Sequence[TensorInfo], layout: Sharding, shards: int) -> int:
@@ -235,7 +248,7 @@ def _activations(shape: Shape, layout: Sharding, num_tokens: int) -> tuple[int, 
 def _export_bytes(inventory: Inventory, layout: Sharding, shards: int) -> int:
     """What is gathered at a time, as it is sent, received and put in order; a large tensor is not put in order."""
     itemsize = layout.compute_dtype.itemsize
-    sizes = [info.numel * itemsize for info in inventory.stored if not info.is_adapter]
+    sizes = [info.num_weights * itemsize for info in inventory.stored if not info.is_adapter]
     at_a_time = min(GATHER_BYTES, sum(sizes))
     adapters = sum(info.numel * info.dtype.itemsize for info in inventory.stored if info.is_adapter)
     merged = ceil(adapters * at_a_time / max(sum(sizes), 1))  # the factors of what is merged at a time

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
 
-from shardproof.config.schema import Lora, Model, Recipe, Role
+from shardproof.config.roles import RewardModel, Teacher
+from shardproof.config.schema import Critic, Lora, Recipe, Role
 from shardproof.model.families import max_positions
-from shardproof.model.roles import CRITIC, POLICY, REFERENCE
+from shardproof.model.roles import CRITIC, POLICY, REFERENCE, REWARD, TEACHER
 from shardproof.rl.algorithms.registry import make_algorithm
 from shardproof.rl.checks import make_lora, model_folder
+from shardproof.rl.scorers import keeps_reference
 from shardproof.rl.sizing.engine import EngineBytes, batch_rows, engine_bytes, replica_bytes
 from shardproof.rl.sizing.model import Estimate, Shape, Sharding, estimate, held_bytes, shape_of
 from shardproof.shard.footprint import MARGIN
@@ -174,10 +176,13 @@ class _Counter:
     def _score(self) -> list[Phase]:
         """Log-probs and values that the algorithm needs before it updates; the engine is still awake."""
         columns = make_algorithm(self.recipe.algorithm, self.recipe.rollout).columns
-        scorers = {"ref_logps": REFERENCE, "old_logps": POLICY, "values": CRITIC}
+        scorers = {"ref_logps": REFERENCE, "old_logps": POLICY, "values": CRITIC, "teacher_logps": TEACHER}
+        if self.recipe.teacher is not None and self.recipe.teacher.url is not None:
+            columns = columns - {"teacher_logps"}  # which a server computes
         roles = [scorers[column] for column in columns]
         # With LoRA the policy without its adapters is the reference.
         models = [self.models.get(role, self.models[POLICY]) for role in roles]
+        models += [self.models[judge_role(each)] for each in _reward_models(self.recipe)]
         if not models:
             return []
         working = max(model.scoring for model in models)
@@ -294,7 +299,7 @@ def _micro_batch(recipe: Recipe, num_ranks: int, longest_prompt: int) -> tuple[i
     sequence = longest_prompt + recipe.rollout.max_new_tokens
     takers = max(num_ranks // recipe.model.sequence_parallel, 1)
     num_sequences = -(-recipe.train.prompts_per_step // takers) * recipe.rollout.group_size
-    in_an_update = -(-num_sequences // recipe.algorithm.updates_per_batch) * sequence
+    in_an_update = -(-num_sequences // recipe.algorithm.updates_per_epoch) * sequence
     return max(sequence, min(asked, in_an_update)), in_an_update > asked
 
 
@@ -302,8 +307,24 @@ def _samples(recipe: Recipe) -> bool:
     return make_algorithm(recipe.algorithm, recipe.rollout).spec.samples
 
 
+def _section(recipe: Recipe, role: str) -> Role | Teacher | RewardModel | None:
+    """What the recipe says about a model beside the policy."""
+    judges = {judge_role(each): each for each in _reward_models(recipe)}
+    found = {REFERENCE: recipe.reference, CRITIC: recipe.critic, TEACHER: recipe.teacher} | judges
+    return found.get(role)
+
+
+def _reward_models(recipe: Recipe) -> Sequence[RewardModel]:
+    return recipe.reward.models if recipe.reward is not None else ()
+
+
+def judge_role(settings: RewardModel) -> str:
+    """What the parts of a reward model are called."""
+    return f"{REWARD}/{settings.name}"
+
+
 def _is_offloaded(recipe: Recipe, role: str) -> bool:
-    section: Role | None = {REFERENCE: recipe.reference, CRITIC: recipe.critic}.get(role)
+    section = _section(recipe, role)
     own = section.cpu_offload if section is not None else None
     return recipe.model.cpu_offload if own is None else own
 
@@ -314,27 +335,36 @@ def _roles(recipe: Recipe) -> Mapping[str, Shape]:
     model = recipe.model
     lora = None if model.lora is None else model.lora.model_dump_json()
     common = (getattr(torch, model.param_dtype), model.trust_remote_code)
-    found = {POLICY: _shape(model.path, POLICY, lora, *common)}
-    if "ref_logps" in algorithm.columns and model.lora is None:
+    found = {POLICY: _shape(model.path, algorithm.spec.role, lora, *common)}
+    if keeps_reference(recipe, algorithm):
         path = (recipe.reference or Role()).path or model.path
         found[REFERENCE] = _shape(path, REFERENCE, None, *common)
     if algorithm.spec.has_critic:
-        found[CRITIC] = _shape((recipe.critic or Role()).path or model.path, CRITIC, None, *common)
+        critic = recipe.critic or Critic()
+        adapters = None if critic.lora is None else critic.lora.model_dump_json()
+        found[CRITIC] = _shape(critic.path or model.path, CRITIC, adapters, *common)
+    if recipe.teacher is not None and recipe.teacher.path is not None:
+        own = (common[0], recipe.teacher.trust_remote_code)
+        found[TEACHER] = _shape(recipe.teacher.path, TEACHER, None, *own)
+    for each in _reward_models(recipe):
+        shape = _shape(each.path, REWARD, None, common[0], each.trust_remote_code)
+        found[judge_role(each)] = replace(shape, trained=False)
     return found
 
 
 @lru_cache(maxsize=16)
 def _shape(path: str, role: str, lora: str | None, dtype: torch.dtype, trust_remote_code: bool) -> Shape:
     config = read_config(model_folder(path), trust_remote_code)
-    adapters = None
+    adapters, base = None, None
     if lora is not None:
-        adapters = make_lora(Model(path=path, lora=Lora.model_validate_json(lora)))
-    return shape_of(config, role, dtype, adapters, trust_remote_code)
+        section = Lora.model_validate_json(lora)
+        adapters, base = make_lora(section), section.base
+    return shape_of(config, role, dtype, adapters, trust_remote_code, base)
 
 
 def _sharding(recipe: Recipe, role: str, on_gpu: bool) -> Sharding:
     model = recipe.model
-    section: Role | None = {REFERENCE: recipe.reference, CRITIC: recipe.critic}.get(role)
+    section = _section(recipe, role)
     arguments = recipe.optimizer.arguments
     return Sharding(
         strategy=(section.strategy if section is not None else None) or model.strategy,
@@ -342,7 +372,7 @@ def _sharding(recipe: Recipe, role: str, on_gpu: bool) -> Sharding:
         param_dtype=getattr(torch, model.param_dtype),
         sequence_parallel=model.sequence_parallel,
         replicate=model.replicate,
-        checkpoint_activations=model.checkpoint_activations if role != REFERENCE else False,
+        checkpoint_activations=model.checkpoint_activations if role in (POLICY, CRITIC) else False,
         reshard_after_forward=model.reshard_after_forward,
         optimizer=recipe.optimizer.name,
         optimizer_options={key: value for key, value in arguments.items() if key != "name"},

@@ -20,14 +20,15 @@ from shardproof.errors import ShardproofError
 from shardproof.rollout.engine import Request, Sampling
 from shardproof.rollout.kept import KeptTurns
 from shardproof.rollout.paged.compiling import Compiling
+from shardproof.rollout.paged.endings import Endings
 from shardproof.rollout.paged.lines import Fetched, Lines
 from shardproof.rollout.paged.memory import Memory, Needs
-from shardproof.rollout.paged.progress import Watch
 from shardproof.rollout.paged.reading import CHUNK_TOKENS, PromptReader, Reading
 from shardproof.rollout.paged.schedule import Piece, Prompt, Row, Schedule
 from shardproof.rollout.paged.slots import upload
 from shardproof.rollout.paged.steps import WORTH_CAPTURING, Steps, Ways
 from shardproof.rollout.recording import Recorder
+from shardproof.rollout.shaping import Kind
 from shardproof.rollout.trajectory import Trajectory
 from shardproof.shard.sleeping import SleepingMemory
 
@@ -71,11 +72,16 @@ class PagedDecoder:
         if not requests:
             return []
         needs = Needs.of(requests, sampling, self._memory.most_rows)
+        settings = [request.settings(sampling) for request in requests]
+        kind = Kind.of(settings)
         found: dict[int, Trajectory] = {}
         while True:
             try:
                 self._memory.begin(needs, self._steps.release)
-                self._steps.begin()
+                if kind is not None:
+                    stops = max(len(each.stop_ids) for each in settings)
+                    self._memory.shape(kind, stops, self._steps.release)
+                self._steps.begin(kind)
                 self._compile(needs, sampling)
                 run = _Run(self, requests, sampling, version, kept, found)
                 run.to_the_end()
@@ -147,15 +153,13 @@ class _Run:
         self._kept, self._found = kept, found
         self._slots = self._memory.slots
         self._lines = Lines(self._memory, self._recorder)
-        self._watch = Watch(self._slots.done)
+        self._endings = Endings(requests, sampling, self._slots)
         reuse = partial(_reuse, self._memory, kept)
         self._schedule = Schedule(self._prompts(), self._memory.pool, self._slots.rows, reuse)
         self._fetched: deque[Fetched] = deque()
         self._tables = np.zeros(tuple(self._slots.tables.shape), np.int32)  # as on the device
         self._placed: list[tuple[Row, int] | None] = [None] * self._slots.rows  # rows in slots, their blocks
-        self._watch.note()
-        stops = list(sampling.stop_ids) + [-1] * (len(self._slots.stops) - len(sampling.stop_ids))
-        self._slots.stops.copy_(torch.tensor(stops))
+        self._endings.note(())
         self.stats: dict[str, float] = {"looks": 0, "steps": 0, "rows": 0, "slots": 0, "tokens_read": 0}
 
     def _prompts(self) -> list[Prompt]:
@@ -175,7 +179,7 @@ class _Run:
             self._read_and_enter()
             self._put_back(schedule.provide(_STEPS_PER_LOOK))
             self._place()
-            self._watch.note()
+            self._endings.note(schedule.rows)
             if schedule.rows:
                 self._advance()
             while self._fetched and self._fetched[0].is_there:
@@ -201,8 +205,7 @@ class _Run:
 
     def _take_out_finished(self) -> None:
         """Rows that had finished at the last look, and those that reach their limit with what was launched since."""
-        done = self._watch.noted()
-        over = [row for row in self._schedule.rows if row.left <= 0 or done[row.line]]
+        over = self._endings.over(self._schedule.rows)
         if not over:
             return
         self._schedule.leave(over)
@@ -220,9 +223,11 @@ class _Run:
             self._finish(row, tokens, logprobs, experts)
 
     def _finish(self, row: Row, tokens: list[int], logprobs: list[float], experts: np.ndarray | None) -> None:
-        request, stops = self._requests[row.index], self._sampling.stop_ids
-        end = next((at + 1 for at, token in enumerate(tokens) if token in stops), len(tokens))
-        trajectory = request.answered(tokens[:end], logprobs[:end], tokens[end - 1] in stops, self._version)
+        request, ends = self._requests[row.index], self._endings.find(row, tokens)
+        end = ends.num or len(tokens)
+        trajectory = request.answered(
+            tokens[:end], logprobs[:end], ends.num is not None, self._version, stop_string=ends.stop_string
+        )
         num_read = len(trajectory.tokens) - 1  # nothing has read the last token
         chosen = None
         if experts is not None:
@@ -278,7 +283,7 @@ class _Run:
             return
         self._memory.cache.copy_blocks([one for one, _ in copies], [other for _, other in copies])
         rows = [row for row, _ in entered]
-        self._lines.begin(rows, [self._requests[row.index].seed for row in rows])
+        self._begin(rows)
         for row, prompt in entered:
             if prompt.experts is not None:
                 # What it had drawn before it was put back keeps the experts that drew it.
@@ -294,6 +299,19 @@ class _Run:
         self._place(rows)
         self._slots.state[:, rows[0].slot : rows[-1].slot + 1].copy_(entering.state)
 
+    def _begin(self, rows: list[Row]) -> None:
+        """Give rows their lines, with what decides their draws."""
+        requests = [self._requests[row.index] for row in rows]
+        self._lines.begin(rows, [request.seed for request in requests])
+        self._endings.enter(rows)
+        if self._memory.shaping is not None:
+            self._memory.shaping.begin(
+                [row.line for row in rows],
+                [request.settings(self._sampling) for request in requests],
+                [request.tokens for request in requests],
+                [row.drawn for row in rows],
+            )
+
     def _put_back(self, rows: list[Row]) -> None:
         """Bring what rows have drawn to the host, and let them wait to be read again. Waits for the device."""
         if not rows:
@@ -302,7 +320,7 @@ class _Run:
         over = [done[row.line] for row in rows]
         results = self._lines.fetch(rows).results()
         for is_over, (row, tokens, logprobs, experts) in zip(over, results, strict=True):
-            if is_over or row.left <= 0:
+            if is_over or row.left <= 0 or self._endings.find(row, tokens).num is not None:
                 # Its blocks are given up: what it was to keep is read again in its next turn.
                 self._finish_without_keeping(row, tokens, logprobs, experts)
                 continue

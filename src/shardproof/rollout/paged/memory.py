@@ -16,6 +16,7 @@ from shardproof.rollout.paged.blocks import BLOCK, BlockPool, blocks_for
 from shardproof.rollout.paged.cache import CacheShape, PagedCache
 from shardproof.rollout.paged.slots import Slots
 from shardproof.rollout.recording import Recorder
+from shardproof.rollout.shaping import Kind, Shaping
 from shardproof.shard.sleeping import SleepingMemory
 
 # Rows of the steps that are captured: a step of fewer rows is padded to the next of these.
@@ -50,8 +51,9 @@ class Needs:
         longest = max(lengths)
         # Requests enter in their order: those that are answered together at a time are not the longest of all.
         blocks = sum(sorted(map(blocks_for, lengths), reverse=True)[:rows])
-        num_tokens = sum(request.limit(sampling) for request in requests)
-        return Needs(rows, longest, sampling.max_new_tokens, len(sampling.stop_ids), blocks, num_tokens)
+        limits = [request.limit(sampling) for request in requests]
+        most_new = max(sampling.max_new_tokens, *limits)
+        return Needs(rows, longest, most_new, len(sampling.stop_ids), blocks, sum(limits))
 
 
 class Memory:
@@ -77,6 +79,7 @@ class Memory:
         self._slots: Slots | None = None
         self._logits: torch.Tensor | None = None
         self.chosen: torch.Tensor | None = None  # experts, [lines, most new tokens + 1, layers, chosen]
+        self.shaping: Shaping | None = None  # of calls that do not draw from all that the model says
         self.pool = BlockPool(1)
 
     @property
@@ -105,9 +108,22 @@ class Memory:
         self._make_slots(needs, let_go)
         self.slots.clear()
 
+    def shape(self, kind: Kind, num_stops: int, let_go: Callable[[], None]) -> None:
+        """Make room for the settings of a call's rows, after `begin`."""
+        old, stops = self.shaping, 1 << max(num_stops - 1, 0).bit_length()
+        if old is not None and old.most_stops >= stops and (old.penalises or not kind.penalises):
+            return
+        penalises = kind.penalises
+        if old is not None:
+            stops, penalises = max(stops, old.most_stops), penalises or old.penalises
+        let_go()
+        self.shaping = old = None
+        self.shaping = Shaping(len(self.slots.done), self.logits.shape[1], stops, penalises, self._device)
+        self.version += 1
+
     def free(self) -> None:
         """Give everything up."""
-        self._cache = self._slots = self._logits = self.chosen = None
+        self._cache = self._slots = self._logits = self.chosen = self.shaping = None
         self.version += 1
 
     def wake(self) -> None:
@@ -151,7 +167,9 @@ class Memory:
         # Conversations grow: by powers of two, so that few of their turns need new memory, and new graphs.
         blocks, stops = (1 << (number - 1).bit_length() for number in (blocks, stops))
         let_go()
-        self._slots = self._logits = self.chosen = old = None  # also if there is no room for all of the new
+        self._slots = self._logits = self.chosen = self.shaping = old = (
+            None  # also if there is no room for all of the new
+        )
         slots = Slots.make(rows, blocks, new, stops, self._device)
         vocabulary = len(self._model.get_output_embeddings().get_parameter("weight"))
         self._logits = torch.zeros(rows, vocabulary, dtype=self._model.dtype, device=self._device)

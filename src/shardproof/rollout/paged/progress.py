@@ -60,17 +60,27 @@ class Watch:
     """Which requests are done. On CUDA the answer is that of the call before, so that nothing waits for the steps that
     were launched since: a device that runs out of launched steps would idle."""
 
-    def __init__(self, done: torch.Tensor):
-        self._done = done
+    def __init__(self, done: torch.Tensor, tokens: torch.Tensor | None = None):
+        """With `tokens`, what was drawn is remembered too."""
+        self._done, self._tokens = done, tokens
         self._flags: torch.Tensor | None = None
+        self._drawn: torch.Tensor | None = None  # memory of the host
+        self._lines = tokens  # as they were noted
         if done.is_cuda:
             self._flags = torch.zeros(done.shape, dtype=torch.bool, pin_memory=True)
             self._noted = torch.cuda.Event()
+            if tokens is not None:
+                self._drawn = torch.zeros(tokens.numel(), dtype=tokens.dtype, pin_memory=True)
 
-    def note(self) -> None:
-        """Remember who is done once everything that was launched is done."""
+    def note(self, width: int = 0) -> None:
+        """Remember who is done once everything that was launched is done, and the first `width` tokens of all lines."""
         if self._flags is not None:
             self._flags.copy_(self._done, non_blocking=True)
+            if self._drawn is not None and self._tokens is not None:
+                # In one piece: rows of another stride would be copied while the host waits.
+                some = self._tokens[:, :width].contiguous()
+                self._lines = self._drawn[: some.numel()].view(some.shape)
+                self._lines.copy_(some, non_blocking=True)
             self._noted.record()
 
     def noted(self) -> list[bool]:
@@ -79,3 +89,8 @@ class Watch:
             return self._done.tolist()
         self._noted.synchronize()
         return self._flags.tolist()
+
+    def drawn(self, line: int, start: int, stop: int) -> list[int]:
+        """Tokens of a line, as they were at the last `note`, for which `noted` has waited."""
+        assert self._lines is not None
+        return self._lines[line, start:stop].tolist()

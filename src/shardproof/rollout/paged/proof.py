@@ -21,6 +21,7 @@ from shardproof.rollout.engine import Sampling
 from shardproof.rollout.paged.blocks import BLOCK, blocks_for
 from shardproof.rollout.paged.memory import Memory
 from shardproof.rollout.paged.slots import Slots, upload
+from shardproof.rollout.shaping import Threshold
 
 _STEPS = 3
 # Lengths of the prompts. Steps after them cross the borders of blocks of 64 cached tokens; after the long ones they read
@@ -34,6 +35,7 @@ _ROWS_AT_A_TIME = 64  # whose log-probs are compared
 _MEAN, _WORST, _MEAN_OF_EXPERTS = 1 / 16, 1 / 8, 1 / 8
 _ROUNDING = 2.0**-8
 _SUM_ROUNDING = 1e-5  # of a running sum of probabilities
+_KEPT_ROUNDING = 1e-2  # of what top_k and top_p keep
 
 
 @dataclass
@@ -260,3 +262,21 @@ def _wrong_draw(
     # Where the same token was drawn, everything else must be the same; a few may differ by rounding.
     counts = (found.state == plain.state).all(0) & (found.done[found.outputs] == plain.done[plain.outputs])
     return None if bool((counts | (~same & going)).all()) else "they miscount rows or steps"
+
+
+def compare_threshold(found: Threshold, logits: torch.Tensor, plain: Threshold) -> str | None:
+    """What is wrong with a kernel that finds the lowest logit which top_k and top_p keep; None if nothing is."""
+    scores, device = logits.float(), logits.device
+    at = torch.arange(len(scores), device=device)
+    for temperature in (1.0, 0.6):
+        top_k = torch.tensor([2**30, 20, 50, 2**30], device=device)[at % 4]
+        top_p = torch.tensor([0.9, 2.0, 0.8, 2.0], device=device)[at % 4]
+        given = (scores, top_k, top_p, temperature)
+        kept, wanted = (
+            torch.softmax(scores / temperature, -1).masked_fill(scores < lowest, 0.0).sum(-1)
+            for lowest in (found(*given), plain(*given))
+        )
+        # Rounding may keep one token at the border, or leave it out.
+        if not bool(((kept - wanted).abs() < _KEPT_ROUNDING * wanted).all()):
+            return "they keep other tokens"
+    return None

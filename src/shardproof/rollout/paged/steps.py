@@ -20,9 +20,16 @@ from shardproof.rollout.fused import FusedStep, can_fuse
 from shardproof.rollout.paged import graphs, progress
 from shardproof.rollout.paged.memory import SIZES, Memory, padded_rows
 from shardproof.rollout.paged.model_step import ModelStep, attend_plain
-from shardproof.rollout.paged.proof import Truth, compare_draws, compare_step, find_truth
+from shardproof.rollout.paged.proof import (
+    Truth,
+    compare_draws,
+    compare_step,
+    compare_threshold,
+    find_truth,
+)
 from shardproof.rollout.paged.slots import Slots
 from shardproof.rollout.recording import Recorder
+from shardproof.rollout.shaping import Kind, Threshold, sorted_threshold
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +38,7 @@ _COMPARED_DRAWS = 32  # rows
 _SAID = {"fused": "fused kernels", "attention": "our attention kernel", "graphs": "CUDA graphs"}
 
 
-Key = tuple[int, int, float, float]  # rows, blocks of their tables or 0, temperature, top_p
+Key = tuple[int, int, float, Kind | None]  # rows, blocks of their tables or 0, temperature, settings of rows
 
 
 class Step(Protocol):
@@ -48,18 +55,19 @@ class Ways:
     attention: bool  # our attention kernel, in the model's own forward
     draws: bool  # kernels that draw
     graphs: bool
+    ranks: bool = False  # a kernel that finds what top_k and top_p keep
 
     @staticmethod
     def on(device: torch.device, model: PreTrainedModel) -> Ways:
         compiles = can_compile(device, model.dtype)
         fuses = can_fuse(model, device) and not is_exact(model)
-        return Ways(fuses, compiles, compiles, compiles and graphs.can_capture(device))
+        return Ways(fuses, compiles, compiles, compiles and graphs.can_capture(device), compiles)
 
     def go_plainer(self, error: Exception) -> bool:
         """Give up the fastest way that is left; False if there is no other."""
         said = f"{type(error).__name__}: {error}"
         if self.fused or self.draws:
-            self.fused = self.draws = False
+            self.fused = self.draws = self.ranks = False
             logger.warning("decoding without fused kernels, which failed (%s)", said)
         elif self.attention:
             self.attention = False
@@ -73,7 +81,7 @@ class Ways:
 
 
 class Steps:
-    """Steps over a memory, by size and sampling."""
+    """Steps over a memory, by size, temperature and the kinds of settings that rows have."""
 
     def __init__(
         self,
@@ -101,10 +109,12 @@ class Steps:
         self._truth: Truth | None = None
         self._pool: Any = None
         self._step: Step | None = None
+        self._kind: Kind | None = None  # of this call's settings of rows
 
-    def begin(self) -> None:
-        """Start a call: weights may have changed, and the memory may be another."""
+    def begin(self, kind: Kind | None = None) -> None:
+        """Start a call: weights may have changed, and the memory may be another. `kind` are settings that rows have."""
         self._call += 1
+        self._kind = kind
         self._last_size = 0
         self._truth = None
         if self._version != self._memory.version:
@@ -141,7 +151,32 @@ class Steps:
 
     def draw(self, slots: Slots, sampling: Sampling, logits: torch.Tensor) -> None:
         """Draw a token for each of these slots, and note it."""
-        self._draw_with(sampling, logits)(slots, logits)
+        kind, shaping = self._kind, self._memory.shaping
+        if kind is None or shaping is None:
+            self._draw_with(sampling, logits)(slots, logits)
+            return
+        before, lines = slots.steps.clone(), slots.outputs
+        shaped = shaping.apply(logits, lines, before, sampling.temperature, kind, self._threshold(logits))
+        self._draw_with(sampling, shaped)(slots, shaped)
+        if kind.penalises:
+            shaping.note(lines, slots.ids[:, 0], slots.steps > before)
+
+    def _threshold(self, logits: torch.Tensor) -> Threshold | None:
+        """A kernel that finds what top_k and top_p keep, if it was shown to be right; None: sort."""
+        if not self._ways.ranks or self._kind is None or not self._kind.ranks:
+            return None
+        from shardproof.rollout.paged.truncation_kernels import threshold  # needs Triton
+
+        how = ("ranks", logits.shape[1])
+        if how not in self._proved:
+            some = logits[:_COMPARED_DRAWS]
+            problem = _failure_of(lambda: compare_threshold(threshold, some, sorted_threshold))
+            if problem is not None:
+                self._ways.ranks = False
+                logger.warning("decoding without the kernel of top_k and top_p: %s", problem)
+                return None
+            self._proved.add(how)
+        return threshold
 
     def advance(self, rows: int, count: int, sampling: Sampling, left: int, most_blocks: int) -> int:
         """Run `count` steps of the first slots, which may draw `left` more tokens in all; returns the rows of a step."""
@@ -170,7 +205,7 @@ class Steps:
                 if by_kernel
                 else min(1 << (most_blocks - 1).bit_length(), self._memory.slots.tables.shape[1])
             )
-            key = (size, width, sampling.temperature, sampling.top_p)
+            key = (size, width, sampling.temperature, self._kind)
             if key in self._launches:
                 return self._launches[key]
             larger = [k for k in self._launches if k[0] > size and k[1:] == key[1:]]
@@ -262,7 +297,7 @@ class Steps:
             recorder = self._recorder
             recorder.watch(partial(_step_and_logits, step), slots, logits)
             self._memory.chosen.index_put_((slots.outputs, slots.steps), recorder.last())
-        self._draw_with(sampling, logits)(slots, logits)
+        self.draw(slots, sampling, logits)
 
     def _draw_with(self, sampling: Sampling, logits: torch.Tensor) -> Callable[[Slots, torch.Tensor], None]:
         """Kernels that draw, if they were shown to be right for this temperature; else plain torch."""
@@ -270,19 +305,14 @@ class Steps:
         def plain(slots: Slots, logits: torch.Tensor) -> None:
             progress.record(slots, sampling, logits)
 
-        if not self._ways.draws or sampling.temperature <= 0 or sampling.top_p < 1.0:
+        if not self._ways.draws or sampling.temperature <= 0:
             return plain  # which gives exact log-probs where they are wanted
         from shardproof.rollout.paged.draw_kernels import record  # as above
 
-        how = ("draws", sampling.temperature, len(self._memory.slots.stops))
+        how = ("draws", sampling.temperature, len(self._memory.slots.stops), logits.dtype)
         if how not in self._proved:
-            try:
-                some = logits[:_COMPARED_DRAWS]
-                problem = compare_draws(record, some, sampling, how[2], progress.record)
-            except torch.OutOfMemoryError:
-                raise
-            except Exception as error:  # whatever a kernel's compiler and launcher raise
-                problem = f"they failed ({type(error).__name__}: {error})"
+            some, stops = logits[:_COMPARED_DRAWS], how[2]
+            problem = _failure_of(lambda: compare_draws(record, some, sampling, stops, progress.record))
             if problem is not None:
                 self._ways.draws = False
                 logger.warning("decoding without kernels that draw: %s", problem)
@@ -301,3 +331,13 @@ class Steps:
 def _step_and_logits(step: Step, slots: Slots, logits: torch.Tensor) -> torch.Tensor:
     step(slots, logits)
     return logits
+
+
+def _failure_of(compare: Callable[[], str | None]) -> str | None:
+    """What is wrong with kernels: what a comparison says, or that they fail."""
+    try:
+        return compare()
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # whatever a kernel's compiler and launcher raise
+        return f"they failed ({type(error).__name__}: {error})"

@@ -1,0 +1,86 @@
+"""The models of a run: each role's weights on this rank, and what trains them."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from functools import partial
+
+import torch
+from transformers import PretrainedConfig
+
+from shardproof.config.schema import Critic, Recipe, Role
+from shardproof.dist.collectives import together
+from shardproof.dist.mesh import make_mesh
+from shardproof.model.exact import make_exact
+from shardproof.model.roles import FROZEN, POLICY, REWARD, RoleModule
+from shardproof.rl.checks import make_lora
+from shardproof.rl.proofs import Ledger, proved_load
+from shardproof.shard.load import load
+from shardproof.shard.sharded_model import ShardedModel
+from shardproof.train.optim import make_optimizer
+from shardproof.train.schedules import make_schedule
+from shardproof.train.trainer import Trainer
+from shardproof.user_code import is_user_name
+from shardproof.weights.source import RandomInit
+
+
+def load_role(
+    recipe: Recipe,
+    section: Role | None,
+    role: str,
+    *,
+    config: PretrainedConfig,
+    ledger: Ledger | None,
+    step: int,
+    trained: bool = True,
+    trust_remote_code: bool | None = None,
+) -> ShardedModel:
+    """The model of a role, as its section and the policy's say, with a line in the ledger.
+
+    A reward model is `trained` in place of a policy, or it scores what the policy says. Collective: every rank.
+    """
+    model, override = recipe.model, section or Role()
+    exact = recipe.rollout.exact and role == "policy"
+    source: str | RandomInit = override.path or model.path
+    if model.random_init and override.path is None:
+        source = RandomInit(config, recipe.train.seed)
+    lora = model.lora if role == POLICY or (role == REWARD and trained) else None
+    if isinstance(override, Critic):
+        lora = override.lora
+    make = partial(
+        load,
+        source,
+        role=role,
+        strategy=override.strategy or model.strategy,
+        mesh=make_mesh(replicate=model.replicate),
+        param_dtype=getattr(torch, model.param_dtype),
+        compute_dtype=getattr(torch, model.compute_dtype),
+        cpu_offload=model.cpu_offload if override.cpu_offload is None else override.cpu_offload,
+        lora=make_lora(lora),
+        lora_base=lora.base if lora is not None else None,
+        sequence_parallel=model.sequence_parallel,
+        checkpoint_activations=model.checkpoint_activations if trained and role not in FROZEN else False,
+        reshard_after_forward=model.reshard_after_forward,
+        trust_remote_code=model.trust_remote_code if trust_remote_code is None else trust_remote_code,
+        new_head=role == REWARD and trained,
+        compile=False if exact else model.compile,
+    )
+    loaded = proved_load(ledger, step, role, make)
+    if exact:
+        roots = (module for module in loaded.module.modules() if isinstance(module, RoleModule))
+        make_exact(loaded.model, loaded.device, *roots)
+    return loaded
+
+
+def make_trainer(recipe: Recipe, model: ShardedModel, lr: float | None) -> Trainer:
+    """What updates a model: its optimizer and schedule as the recipe says, at a learning rate of its own if `lr` is one."""
+    settings = recipe.optimizer
+    # A user's may fail on one rank alone; making it issues no collectives.
+    with together("settings") if is_user_name(settings.name) else nullcontext():
+        optimizer = make_optimizer(model, **(settings.arguments | ({} if lr is None else {"lr": lr})))
+    steps = recipe.train.steps
+    if model.role == POLICY:  # which waits for its critic
+        steps = max(steps - recipe.algorithm.critic_warmup_steps, 1)
+    total = steps * recipe.algorithm.updates_per_step
+    schedule = make_schedule(optimizer, total_steps=total, **settings.schedule_arguments)
+    return Trainer(model, optimizer, schedule)
