@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +16,14 @@ from tests.ranks import RANK_ENV, allow_several_ranks, close_pool
 # At import, before any test module imports torch or transformers, which read these once.
 for _name, _value in RANK_ENV.items():
     os.environ.setdefault(_name, _value)
+
+# trackio reads its folder when it is imported, which TRL does, too; without this one, runs of earlier sessions are in it.
+_TRACKIO_RUNS = tempfile.TemporaryDirectory(prefix="trackio-")
+os.environ["TRACKIO_DIR"] = _TRACKIO_RUNS.name
+
+
+def pytest_unconfigure() -> None:
+    _TRACKIO_RUNS.cleanup()
 
 
 @pytest.fixture(scope="session", autouse=True)

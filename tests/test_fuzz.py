@@ -25,14 +25,15 @@ from shardproof.model.inventory import take_inventory
 from shardproof.model.skeleton import build_skeleton
 from shardproof.report.page import write_report
 from shardproof.rl.checks import check_inputs
-from shardproof.rl.data import encode_prompts, load_rows
 from shardproof.rl.place import check_folder, write_settings
+from shardproof.rl.sources.encoding import encode_prompts
 from shardproof.shard.plan import plan_shards
 from shardproof.shard.torch_private import local_tensor
 from shardproof.weights.reader import INDEX_NAME, open_checkpoint
 from shardproof.weights.source import resolve_folder
 from tests.models import make_checkpoint, tiny_config
 from tests.ranks import run_ranks
+from tests.rl.runs import load_rows
 
 pytestmark = pytest.mark.fault
 

@@ -263,7 +263,8 @@ def inspect_fsdp1():
     names = ["_handle", "_gradient_predivide_factor", "_gradient_postdivide_factor"]
     found = {"FullyShardedDataParallel": missing(module, names)}
     handle = module._handle
-    found["FlatParamHandle"] = missing(handle, ["flat_param", "uses_sharded_strategy", "rank", "world_size"])
+    names = ["flat_param", "uses_sharded_strategy", "rank", "world_size", "_training_state", "needs_unshard"]
+    found["FlatParamHandle"] = missing(handle, names)
     flat = handle.flat_param
     names = ["_param_infos", "_shapes", "_params", "_unpadded_unsharded_size"]
     found["FlatParameter"] = missing(flat, names)

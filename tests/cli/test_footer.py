@@ -53,6 +53,14 @@ def test_a_finished_run_says_what_it_learned_where_the_time_went_and_what_is_nex
     assert f"Adapter: {tmp_path / 'adapter'}" in footer(run, "finished")
 
 
+def test_a_run_without_rewards_ends_with_what_it_measured(run, tmp_path):
+    for name, called in (("eval/reward/accuracy", "accuracy"), ("eval/pass@1", "pass@1")):
+        rows = [{"step": step, "metrics": {name: value}} for step, value in ((0, 0.25), (4, 0.75))]
+        write_rows(tmp_path / "metrics.jsonl", rows)
+        outcome, *_ = footer(run, "finished")
+        assert outcome == f"Finished 4 steps. Held-out {called}: 0.250 at first, 0.750 at the end."
+
+
 @pytest.mark.parametrize(
     ("status", "interrupted", "how"),
     [

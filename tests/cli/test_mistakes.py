@@ -106,7 +106,7 @@ SETTINGS = {
     "an algorithm misspelt": ("algorithm.name=gpro", "algorithm.name", "Did you mean 'grpo'?"),
     "an engine misspelt": ("rollout.engine=vlm", "rollout.engine", "Did you mean 'vllm'?"),
     "an optimizer that does not exist": ("optimizer.name=adam", "'adam'", "Did you mean 'adamw'?"),
-    "a schedule misspelt": ("optimizer.schedule=cosin", "optimizer.schedule", "'constant' or 'cosine'"),
+    "a schedule misspelt": ("optimizer.schedule=cosin", "optimizer.schedule", "'linear', 'cosine' or 'wsd'"),
     "a dtype misspelt": ("model.compute_dtype=bf16", "model.compute_dtype", "'bfloat16'"),
     "a group of one": ("rollout.group_size=1", "rollout.group_size=1", "needs at least 2"),
     "no reward": ("reward=none", "reward is missing", "reward.functions"),
@@ -221,9 +221,13 @@ FILES = {
         lambda desk: desk.rows("array.jsonl", '["1+1=", "2"]\n'),
         *("array.jsonl:1", "one object per line"),
     ),
-    "data as CSV": (
-        lambda desk: desk.rows("rows.csv", "prompt,answer\n"),
-        *("rows.csv is not a .jsonl", "convert it to JSONL"),
+    "a comma that is not quoted": (
+        lambda desk: desk.rows("rows.csv", "prompt,answer\n1+1=,2\n1,000+1=,1001\n"),
+        *("rows.csv:3 has 3 cells; expected 2", "quote cells that hold the separator"),
+    ),
+    "data as text": (
+        lambda desk: desk.rows("rows.txt", "prompt,answer\n"),
+        *("rows.txt is not a .jsonl", "convert it to JSONL"),
     ),
     "a reward that takes no arguments": (
         no_arguments,

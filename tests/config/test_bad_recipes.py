@@ -25,11 +25,30 @@ RECIPE = {
     "train": {"steps": 1},
     "output": {"folder": "runs/any"},
 }
-# What a section needs of others before it may be there.
+# What a section, or a key, needs of others before it may be there.
 COMPANIONS = {
+    "data": {"data": {"train": [{"source": "rows.jsonl"}], "pass_rates": "rates.jsonl"}},
     "critic": {"algorithm": {"name": "ppo"}},
+    "algorithm.preference": {"algorithm": {"name": "dpo"}},
+    "algorithm.preference.loss_weights": {"algorithm": {"preference": {"loss": ["sigmoid", "sft"]}}},
+    "algorithm.preference.desirable_weight": {"algorithm": {"name": "kto"}},
+    "algorithm.preference.undesirable_weight": {"algorithm": {"name": "kto"}},
+    "algorithm.cov_bounds": {"algorithm": {"name": "clip_cov"}},
+    "algorithm.cov_kl_coef": {"algorithm": {"name": "kl_cov"}},
     "reference": {"algorithm": {"kl_coef": 0.1}},
+    "teacher": {"algorithm": {"name": "distillation"}, "teacher": {"url": "http://localhost:8000"}},
+    "algorithm.teacher_coef": {"algorithm": {"name": "distillation"}, "teacher": {"path": "models/other"}},
+    "evaluation.sets": {"evaluation": {"sets": [{"name": "other", "source": "rows.jsonl", "every": 1}]}},
+    "evaluation.sets.0.pass_at": {
+        "evaluation": {
+            "sets": [{"name": "other", "source": "rows.jsonl", "every": 1, "samples": 2, "pass_at": [1, 2]}]
+        }
+    },
     "optimizer": {"optimizer": {"name": "muon"}},
+    "reward.models": {"reward": {"models": [{"path": "models/judge"}]}},
+    "rollout.stop_ids": {"rollout": {"stop_ids": [3, 3]}},
+    "reward.clip": {"reward": {"clip": [-2, 2]}},
+    "reward.functions": {"reward": {"functions": [{"name": "exact_match", "clip": [-2, 2]}]}},
     "environment": {"environment": {"tools": {"functions": ["my_tools:search"], "python": {}}}},
 }
 ODD_NUMBERS = (-1, 0, math.nan, math.inf, -math.inf, 10**12, 1e300)
@@ -58,8 +77,9 @@ NUMBERS = sorted({".".join(map(str, path)): path for path in numbers_in(Recipe)}
 def recipe_with(path, value):
     """The recipe above with one number changed."""
     data = copy.deepcopy(RECIPE)
-    for section, fields in COMPANIONS.get(path[0], {}).items():
-        data.setdefault(section, {}).update(copy.deepcopy(fields))
+    for length in range(1, len(path) + 1):
+        for section, fields in COMPANIONS.get(".".join(map(str, path[:length])), {}).items():
+            data.setdefault(section, {}).update(copy.deepcopy(fields))
     target = data
     for part, following in itertools.pairwise(path):
         if isinstance(following, int):  # both betas, or the one reward

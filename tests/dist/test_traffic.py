@@ -2,6 +2,7 @@
 
 import json
 import os
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -25,6 +26,15 @@ def models(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
     scaling.make_models(folder)
     return folder
+
+
+def numbers_in(found: dict[str, Any], path: str = "") -> dict[str, float]:
+    """The numbers of nested dicts, by the path to each."""
+    numbers = {}
+    for name, value in found.items():
+        below = f"{path}/{name}"
+        numbers |= numbers_in(value, below) if isinstance(value, dict) else {below: value}
+    return numbers
 
 
 @pytest.mark.distributed
@@ -56,7 +66,9 @@ def test_the_page_shows_what_was_asked_for(page):
     assert "+dirty" not in page["environment"]["commit"]
     for model in scaling.MODELS:
         assert list(page["counts"][model]) == [str(size) for size in scaling.SIZES]
-        assert scaling.fit_all(page["counts"][model]) == page["fitted"][model]
+        again = numbers_in(scaling.fit_all(page["counts"][model]))
+        # Another processor solves for other last bits.
+        assert again == pytest.approx(numbers_in(page["fitted"][model]), rel=1e-6, abs=1e-6)
         for whose in ("mean", "rank 0"):
             carried = [page["fitted"][model][phase][whose]["carried"]["512"] for phase in scaling.REPEATED]
             assert sum(carried) < scaling.MB

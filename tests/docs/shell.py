@@ -136,6 +136,8 @@ def shardproof(words: list[str], run: bool) -> None:
         return None
     if name == "train":
         return train(params)
+    if name == "data" and params["measure"] is None:
+        return call(words)
     if name == "estimate" and any(Path(word).exists() for word in rest):
         return call(words)
     return None
@@ -147,7 +149,7 @@ def train(params: dict[str, Any]) -> None:
 
     overrides = list(params["overrides"] or ())
     recipe = load_recipe(params["recipe"], overrides)
-    needed = [recipe.model.path, recipe.data.train]
+    needed = [recipe.model.path, *(each.source for each in recipe.data.sources)]
     if all(Path(path).exists() for path in needed) and recipe.rollout.engine != "vllm":
         call(["train", params["recipe"], *overrides, "--dry-run"])
 

@@ -13,8 +13,9 @@ ROOT = Path(__file__).parents[2]
 ROW = '{"question": "1+2=", "result": 3}\n'
 FILES = {
     "train.jsonl": '{"question": "1+10=", "result": 11}\n',
-    "train.csv": "question,result\n1+2=,3\n",
-    "array.json": f"[{ROW.strip()}]",
+    "array.jsonl": f"[{ROW.strip()}]",
+    "cells.csv": 'question,result\n"1+2=",3\n1+2=,3,4\n',
+    "train.txt": ROW,
     "bad.jsonl": ROW + '{"question": "1+2=", "result": }\n',
     "empty.jsonl": ROW + '{"question": "", "result": 3}\n',
     "null.jsonl": ROW + '{"question": "1+1=", "result": null}\n',
@@ -23,8 +24,29 @@ FILES = {
 }
 # (page, override, what the page quotes)
 QUOTED = [
-    ("own-data", "data.train={}/train.csv", "train.csv is not a .jsonl, .json or .parquet file"),
-    ("own-data", "data.train={}/array.json", "array.json:1 begins an array. Expected one object per line"),
+    (
+        "own-data",
+        "data.train={}/train.txt",
+        "train.txt is not a .jsonl, .json, .csv, .tsv or .parquet file",
+    ),
+    ("own-data", "data.train={}/array.jsonl", "array.jsonl:1 begins an array. Expected one object per line"),
+    ("own-data", "data.train={}/cells.csv", "cells.csv:3 has 3 cells; expected 2"),
+    ("own-data", "data.train={}/*.parquet", "no file matches"),
+    (
+        "own-data",
+        "data.chat_template_kwargs={{enable_thinking=false}}",
+        "data.chat_template_kwargs is set, but no prompt goes through a chat template",
+    ),
+    (
+        "own-data",
+        "data.system_prompt=Brief.",
+        "the prompt is text that goes to the model unchanged; data.system_prompt needs a chat template",
+    ),
+    (
+        "own-data",
+        "data.pass_rate_between=[0.1,0.9]",
+        "pass_rate_between needs pass_rates: measure them with `shardproof data RECIPE --measure N`",
+    ),
     ("own-data", "data.train={}/tran.jsonl", "tran.jsonl does not exist. Did you mean 'train.jsonl'?"),
     (
         "own-data",
@@ -74,7 +96,7 @@ QUOTED = [
     (
         "own-reward",
         "reward.functions=[{{name='exactmatch'}}]",
-        "reward 'exactmatch' is not one of exact_match, numeric, regex,",
+        "reward 'exactmatch' is not one of exact_match, numeric, math_verify,",
     ),
 ]
 

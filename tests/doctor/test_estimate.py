@@ -44,7 +44,6 @@ def measure(family, sizes, strategy, dtype, num_tokens, options):
             live.restart()
             sp.train_step(policy, sp.Batch(sequences), optimizer, micro_batch_tokens=num_tokens)
         step_peak = live.peak
-        gc.collect()
         held = live.restart()
         for _ in sp.WeightStream(policy, dtype):
             pass

@@ -114,7 +114,7 @@ def test_decoding_is_as_exact_as_the_model(name, caplog):
         with torch.no_grad():
             for parameter in model.parameters():  # graphs go on with what is written where they read
                 parameter.mul_(0.9)
-        assert fast.ways == steps.Ways(name in FUSED, True, True, True), caplog.text
+        assert fast.ways == steps.Ways(name in FUSED, True, True, True, True), caplog.text
         assert errors[0] < 1.2 * errors[1] + 1e-4
     assert "without" not in caplog.text
 
@@ -134,7 +134,7 @@ def test_rows_that_come_go_and_are_put_back_change_nothing_that_is_drawn():
 def test_kernels_that_are_right_are_used_with_any_number_of_rows(caplog, rows):
     decoder = PagedDecoder(make_model(DENSE), CUDA, most_rows=300)
     found = complete(decoder, rows)
-    assert decoder.ways == steps.Ways(True, True, True, True) and "without" not in caplog.text
+    assert decoder.ways == steps.Ways(True, True, True, True, True) and "without" not in caplog.text
     for temperature, top_p in ((0.0, 1.0), (1.0, 0.9)):
         decoder(requests_of(rows), Sampling(20, temperature, top_p), 0)
     assert complete(decoder, rows) == found

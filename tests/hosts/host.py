@@ -165,6 +165,7 @@ class Host:
         paths = (str(names), str(place.folder), str(self.folder), str(place.shared or ""))
         self._unshare = start_up("unshare", *kinds, sys.executable, "-S", "-I", _INIT, name, *paths, *_KEPT)
         self.init = psutil.Process(self._unshare.pid).children()[0].pid
+        self._mounts = {path.name for path in self.seen("/tmp").iterdir()}  # and what they are in
         place.switch.connect(self)
 
     def enter(self) -> list[str]:
@@ -271,8 +272,8 @@ class Host:
         self.programs.clear()
         for folder in (self.folder, self.seen("/dev/shm")):
             empty(folder)
-        for path in self.seen("/tmp").iterdir():  # the rest of it are mounts
-            if not os.path.ismount(path) and path.name != self._place.folder.name:
+        for path in self.seen("/tmp").iterdir():
+            if path.name not in self._mounts:
                 delete(path)
 
     def __str__(self) -> str:

@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import signal
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -184,3 +185,19 @@ def _digests(folder: Path) -> dict[str, str]:
     """Of all files in a folder."""
     found = sorted(path for path in folder.rglob("*") if path.is_file())
     return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in found}
+
+
+def test_a_host_that_is_emptied_leaves_what_it_sees_of_this_machine(monkeypatch):
+    """A source tree in /tmp is mounted into a host's own /tmp, and no test may delete it."""
+    tree = Path(tempfile.mkdtemp(prefix="tree-", dir="/tmp")) / "main"
+    try:
+        (tree / "src").mkdir(parents=True)
+        monkeypatch.setattr("tests.hosts.host._KEPT", [str(tree)])
+        with Cluster(1) as cluster:
+            (host,) = cluster.hosts
+            host.seen("/tmp/left").mkdir()
+            host.reset()
+            assert not host.seen("/tmp/left").exists() and host.seen(tree / "src").exists()
+        assert (tree / "src").exists()
+    finally:
+        shutil.rmtree(tree.parent)

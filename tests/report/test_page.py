@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from shardproof.report.curves import charts_of
 from shardproof.report.page import write_report
+from shardproof.report.read import RunReader
 from tests.claims import leave_claim
 from tests.report.folders import (
     HOSTILE,
@@ -207,6 +209,22 @@ def test_charts_are_grouped_and_say_each_thing_once(tab, tmp_path):
     assert tab.text(".constants") == constants
     assert tab.count("figure[data-chart='eval/reward'] .band") == 1
     assert captions(tab)["eval/reward"].endswith("0.75 ± 0.031")
+
+
+def test_an_interval_is_drawn_from_end_to_end_also_where_the_value_is_not_in_its_middle(tab, tmp_path):
+    folder = make_run(tmp_path / "run")
+    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for line, value in zip(found, (0.0, 0.25), strict=False):  # Wilson's of 4 rows
+        low, high = ((0.0, 0.5), (0.0625, 0.6875))[bool(value)]
+        line["metrics"] |= {"eval/pass@1": value, "eval/pass@1_low": low, "eval/pass@1_high": high}
+    write_lines(folder / "metrics.jsonl", found)
+    (chart,) = (
+        each for each in charts_of([RunReader(folder).read()])["charts"] if each["title"] == "eval/pass@1"
+    )
+    assert chart["series"][0]["band"] == [[0.0, 0.5], [0.1875, 0.4375]]
+    open_run(tab, folder)
+    assert tab.count("figure[data-chart='eval/pass@1'] .band") == 1
+    assert captions(tab)["eval/pass@1"].endswith("0.25 (0.0625 to 0.6875)")
 
 
 def test_the_crosshair_shows_the_values_at_a_step(tab, tmp_path):

@@ -95,7 +95,7 @@ class FakeEngine:
 
     def draw(self, asked: Asked, num: int | None = None) -> bool:
         """Draw `num` more tokens of an answer, None for all; returns whether it is complete."""
-        trajectory, sampling = asked.request.trajectory, asked.sampling
+        trajectory, sampling = asked.request.trajectory, asked.request.settings(asked.sampling)
         while num is None or num > 0:
             if len(asked.tokens) >= sampling.max_new_tokens or (
                 asked.tokens and asked.tokens[-1] in sampling.stop_ids

@@ -15,7 +15,7 @@ from shardproof.rl.conversations.conversation import Rules
 from shardproof.rl.conversations.steps import Start, starts_of
 from shardproof.rl.conversations.waves import Conversations
 from shardproof.rl.data import Prompt
-from shardproof.rl.rewards import RewardRunner, RewardSpec
+from shardproof.rl.rewards.runner import RewardRunner, RewardSpec
 from shardproof.rollout.engine import Sampling
 from shardproof.rollout.token_ledger import TokenLedger
 from tests.rl.background_engine import LONG_S, FakeEngine

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from shardproof.config.load import from_json, load_recipe, to_json
+from shardproof.rl.rewards.specs import RewardSpec
+from shardproof.rl.sources.rows import Columns, read_columns
 from shardproof.rollout.trajectory import Trajectory
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
@@ -43,6 +46,13 @@ def lines(path: Path) -> list[dict[str, Any]]:
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+def load_rows(
+    source: str, prompt: str, answer: str | None, rewards: Sequence[RewardSpec | str] = ()
+) -> list[dict[str, Any]]:
+    """The rows of a source that have these columns, and what these rewards need."""
+    return read_columns(source, Columns(prompt, answer, rewards))
 
 
 def comparable(metrics: dict[str, float]) -> dict[str, float]:

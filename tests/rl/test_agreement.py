@@ -46,7 +46,7 @@ def refused(num_ranks: int, function: Any, *args: Any) -> str:
         ("train.steps=3", "train.steps is 3 on rank 1, 1 on rank 0."),
         ("train.seed=1", "train.seed is 1 on rank 1, 0 on rank 0."),
         ("model.lora.r=4", "model.lora is missing on rank 1, null on rank 0; model.lora.r is 4 on rank 1"),
-        ("reward.functions=[{name='exact_match',weight=2}]", 'reward.functions is [{"name": "exact_match", "weight": 2.0}]'),
+        ("reward.functions=[{name='exact_match',weight=2}]", 'reward.functions is [{"name": "exact_match", "weight": 2.0'),
     ],
 )  # fmt: skip
 def test_another_recipe_on_one_rank_is_refused_with_key_rank_and_values(tmp_path, override, said):

@@ -15,6 +15,8 @@ from shardproof.config.load import load_recipe
 from shardproof.config.schema import Algorithm, Rollout
 from shardproof.errors import ConfigError
 from shardproof.rl.advantages import group_centred, group_normalised, leave_one_out
+from shardproof.rl.algorithms.grouped import GroupAlgorithm
+from shardproof.rl.algorithms.presets import PolicyGradient
 from shardproof.rl.algorithms.registry import ALGORITHMS, check_algorithm, find_algorithm, make_algorithm
 from shardproof.rl.experience import Experience
 from shardproof.rl.updates import combine, mini_batches
@@ -22,7 +24,7 @@ from shardproof.rollout.trajectory import Reward, Segment, Trajectory
 from shardproof.train.batching import Batch
 from shardproof.train.loss import Scored, policy_gradient
 from shardproof.train.trainer import StepResult
-from tests.ranks import run_ranks
+from tests.ranks import run_ranks, run_ranks_outcomes
 from tests.rl.runs import TINY
 
 EMPTY = torch.empty(0)
@@ -173,6 +175,15 @@ def test_a_step_reports_all_of_its_updates():
     )
 
 
+def test_least_values_and_sums_of_several_updates_are_those_of_all():
+    made = [result(30, 0.5, 3.0), result(10, -0.5, 1.0)]
+    reductions = {"clip_fraction": "min", "ratio/max": "max"}
+    assert combine(made, reductions, FIELDS)["clip_fraction"] == -0.5
+    assert combine(made, REDUCTIONS | {"clip_fraction": "sum"}, FIELDS)["clip_fraction"] == 0.0
+    made.append(result(1, math.nan, 1.0))
+    assert math.isnan(combine(made, reductions, FIELDS)["clip_fraction"])
+
+
 def test_one_update_is_reported_bit_for_bit():
     found = combine([result(7, 0.1, 1.3, 0.3)], REDUCTIONS, FIELDS)
     assert found == {"clip_fraction": 0.1, "ratio/max": 1.3, "loss/total": 0.3, "grad_norm": 0.6}
@@ -210,6 +221,7 @@ def test_without_failures_nothing_changes_in_a_baseline():
 # Advantages, against the formulas of docs/algorithms.md in plain Python. (reward, failed) of two groups, one per rank.
 
 WORTH = [[(1.0, False), (0.0, False), (0.5, False), (9.0, True)], [(0.25, False), (0.75, False)]]
+GREEDY = [0.5, 0.125]  # what each group's greedy completion is worth
 GAMMA, LAMBDA, KL = 0.9, 0.8, 0.1
 RULES = {"gamma": GAMMA, "gae_lambda": LAMBDA, "kl_coef": KL, "kl_in": "reward", "kl_estimator": "k1"}
 
@@ -220,7 +232,7 @@ def given(group):
     for sample, (total, failed) in enumerate(WORTH[group]):
         turns = [(2, "prompt"), (2 + sample, "policy"), (1, "environment"), (2, "policy"), (1, "environment")]
         segments = tuple(Segment(tuple(range(n)), author) for n, author in turns)
-        reward = Reward(total, failed=failed, penalty=-0.125 * sample)
+        reward = Reward(total, failed=failed, penalty=-0.125 * sample, greedy=GREEDY[group])
         trajectories.append(Trajectory(segments, group, sample, reward=reward))
         mask = [float(author == "policy") for n, author in turns for _ in range(n)][1:]
         columns["mask"].append(mask)
@@ -250,14 +262,31 @@ def token_rewards(group, sample):
     return rewards, rows["values"]
 
 
-def compared(name, totals, k):
-    """The advantage of a group's k-th completion."""
-    mean = statistics.fmean(totals)
-    if name == "dr_grpo":
-        return totals[k] - mean
-    if name == "rloo":
-        return totals[k] - statistics.fmean(totals[:k] + totals[k + 1 :])
-    return (totals[k] - mean) / (statistics.pstdev(totals) + 1e-4)
+# (what a completion is compared with, what is divided by, what is added to that); of tokens: (deviation over all, eps).
+COMPARED = {
+    "grpo": ("mean", statistics.pstdev, 1e-4),
+    "dr_grpo": ("mean", None, 0.0),
+    "rloo": ("others", None, 0.0),
+    **dict.fromkeys(("luspo", "sapo"), ("mean", statistics.stdev, 1e-4)),
+    **dict.fromkeys(("clip_cov", "kl_cov"), ("mean", statistics.stdev, 1e-6)),
+}
+OVER_TOKENS = {
+    "reinforce_pp": (statistics.pstdev, 1e-8),
+    "ppo": (statistics.pstdev, 1e-8),
+    "reinforce_pp_baseline": (statistics.stdev, 1e-8),
+    "remax": None,
+}
+
+
+def compared(name, totals, k, every):
+    """The advantage of a group's k-th completion; `every` are the totals of all groups."""
+    if name == "gdpo":
+        return (totals[k] - statistics.fmean(every)) / (statistics.stdev(every) + 1e-4)
+    if name == "reinforce_pp_baseline":
+        return totals[k] - statistics.fmean(totals)
+    baseline, deviation, eps = COMPARED.get(name, COMPARED["grpo"])
+    others = totals[:k] + totals[k + 1 :] if baseline == "others" else totals
+    return (totals[k] - statistics.fmean(others)) / ((deviation(totals) if deviation else 1.0) + eps)
 
 
 def returned(name, rewards, values):
@@ -277,18 +306,28 @@ def expected_advantages(name):
     """{(group, sample): advantages of its trained tokens}, and the returns."""
     counted = [(g, s) for g, worth in enumerate(WORTH) for s, (_, failed) in enumerate(worth) if not failed]
     tokens = {place: token_rewards(*place) for place in counted}
+    returns = {}
     if SPECS[name].compares_group:
         totals = [[sum(tokens[g, s][0]) for g, s in counted if g == group] for group in range(len(WORTH))]
-        return {(g, s): [compared(name, totals[g], s)] * len(tokens[g, s][0]) for g, s in counted}, {}
-    rows = {place: returned(name, *tokens[place]) for place in counted}
-    every = [advantage for row in rows.values() for advantage, _ in row]
-    mean, deviation = statistics.fmean(every), statistics.pstdev(every)
-    normalised = {place: [(a - mean) / (deviation + 1e-8) for a, _ in row] for place, row in rows.items()}
-    return normalised, {place: [value for _, value in row] for place, row in rows.items()}
+        every = [total for group in totals for total in group]
+        rows = {(g, s): [compared(name, totals[g], s, every)] * len(tokens[g, s][0]) for g, s in counted}
+    else:
+        both = {place: returned(name, *tokens[place]) for place in counted}
+        baselines = {place: GREEDY[place[0]] if name == "remax" else 0.0 for place in counted}
+        rows = {place: [a - baselines[place] for a, _ in row] for place, row in both.items()}
+        returns = {place: [value for _, value in row] for place, row in both.items()}
+    if OVER_TOKENS.get(name) is not None:
+        deviation, eps = OVER_TOKENS[name]
+        every = [advantage for row in rows.values() for advantage in row]
+        mean, divisor = statistics.fmean(every), deviation(every) + eps
+        rows = {place: [(a - mean) / divisor for a in row] for place, row in rows.items()}
+    return rows, returns
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("name", [name for name, spec in SPECS.items() if spec.samples])
+@pytest.mark.parametrize(
+    "name", [name for name, kind in ALGORITHMS.items() if kind.advantages is PolicyGradient.advantages]
+)
 def test_advantages_are_those_of_the_formulas(name):
     advantages, returns = expected_advantages(name)
     for group, (masks, *columns) in enumerate(run_ranks(2, advantages_of_rank, name)):
@@ -299,6 +338,37 @@ def test_advantages_are_those_of_the_formulas(name):
                 trained = [value for value, counted in zip(column[sample], mask, strict=True) if counted]
                 assert trained == pytest.approx(expected.get((group, sample), []), abs=5e-7)
                 assert not any(v for v, counted in zip(column[sample], mask, strict=True) if not counted)
+
+
+def advantages_without_values():
+    trajectories, columns = given(dist.get_rank())
+    if dist.get_rank() == 1:
+        columns.pop("values")
+    batch = Batch([t.tokens for t in trajectories], **columns)
+    make_algorithm(Algorithm(name="ppo"), Rollout()).advantages(batch, trajectories)
+
+
+class OfAnotherShape(PolicyGradient):
+    spec = SPECS["grpo"]
+
+    def compare(self, rewards_PG, counted_PG):
+        return rewards_PG[:, :1]
+
+
+def advantages_of_another_shape():
+    trajectories, columns = given(dist.get_rank())
+    if dist.get_rank() == 0:
+        trajectories, columns = [], {key: [] for key in columns}
+    batch = Batch([t.tokens for t in trajectories], **columns)
+    OfAnotherShape(Algorithm(), Rollout()).advantages(batch, trajectories)
+
+
+@pytest.mark.distributed
+def test_what_fails_on_one_rank_is_raised_on_all():
+    for kind, _, message, *_ in run_ranks_outcomes(2, advantages_without_values):
+        assert kind == "error" and "rank 1: KeyError: 'values'" in message
+    for kind, _, message, *_ in run_ranks_outcomes(2, advantages_of_another_shape, timeout=60):
+        assert kind == "error" and "OfAnotherShape.compare returned" in message
 
 
 # What algorithms declare.
@@ -352,6 +422,64 @@ def test_an_algorithm_of_the_users_is_checked_as_ours_are():
     with pytest.raises(ConfigError, match="Pairs compares completions of one prompt and needs at least 2"):
         check_algorithm(recipe)
     check_algorithm(load_recipe(TINY, [f"algorithm.name={__name__}:Pairs"]))
+
+
+class Median(GroupAlgorithm):
+    spec = AlgorithmSpec(compares_group=True)
+
+    def compare(self, rewards_PG, counted_PG):
+        return rewards_PG - rewards_PG.median(dim=1, keepdim=True).values
+
+
+class Flat(Median):
+    surrogate = staticmethod(lambda logps, old, columns, low, high: (-logps, torch.zeros_like(logps)))
+
+
+class Calm(PolicyGradient):
+    spec = AlgorithmSpec(compares_group=True, weights="constant", switches={"scale": "off", "dual_clip": 5.0})
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "said"),
+    [
+        ("Median", {"scale": "sample"}, "algorithm.scale: '.*:Median' computes its advantages itself"),
+        ("Flat", {"surrogate": "sapo"}, "algorithm.surrogate='sapo': Flat has a surrogate of its own"),
+        ("Flat", {"ratio": "sequence"}, "ratio and dual_clip are for surrogates by name"),
+        (
+            "Calm",
+            {"baseline": "off", "scale": "sample", "scale_over": "group"},
+            "scale_over='group' with baseline",
+        ),
+        ("Calm", {"dual_clip": 1.1}, "dual_clip=1.1 must be above 1 [+] clip_high"),
+    ],
+)
+def test_switches_that_a_users_algorithm_does_not_heed_are_refused(name, settings, said):
+    with pytest.raises((ConfigError, ValidationError), match=said):
+        make_algorithm(Algorithm(name=f"{__name__}:{name}", **settings), Rollout())
+
+
+def weights_of_median(aggregation):
+    named = Algorithm(name=f"{__name__}:Median", aggregation=aggregation)
+    made = make_algorithm(named, Rollout(max_new_tokens=10))
+    return made.weigh(Batch([[1, 2, 3], [1, 2, 3]]), 2, 1).flat("weights").tolist()
+
+
+def weights_on_rank():
+    return {str(how): weights_of_median(how) for how in (None, "sequence_sum", "constant")}
+
+
+@pytest.mark.distributed
+def test_a_users_algorithm_has_the_switches_of_its_class_and_of_the_recipe():
+    calm = make_algorithm(Algorithm(name=f"{__name__}:Calm", scale="sample"), Rollout()).settings
+    assert (calm.aggregation, calm.scale, calm.dual_clip, calm.baseline) == (
+        "constant",
+        "sample",
+        5.0,
+        "mean",
+    )
+    (found,) = run_ranks(1, weights_on_rank)
+    for how, weight in (("None", 0.25), ("sequence_sum", 0.5), ("constant", 0.05)):
+        assert found[how] == pytest.approx([weight] * 4)
 
 
 @pytest.mark.parametrize(

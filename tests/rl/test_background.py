@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from shardproof.environments import dispatcher
 from shardproof.errors import RolloutFault
 from shardproof.rl.conversations.conversation import Conversation
 from shardproof.rollout.engine import Request, Sampling
@@ -165,7 +166,8 @@ def test_an_engine_that_takes_no_requests_ends_the_batch(users, monkeypatch):
 @pytest.mark.fault
 @pytest.mark.parametrize("end", ["cancel", "cancel some", "close", "close the environment"])
 @pytest.mark.parametrize("where", ["start", "engine", "step", "reward"])
-def test_what_is_given_up_in_any_state_leaves_nothing(users, where, end):
+def test_what_is_given_up_in_any_state_leaves_nothing(users, monkeypatch, where, end):
+    monkeypatch.setattr(dispatcher, "LEAVE_S", 60.0)  # on a busy machine
     closed, waits = users / "closed", {"leave": str(users / "begun"), "wait": str(users / "never")}
     with making(True, ["talking_users:score"], closed=closed, held=where == "engine") as parts:
         (worker,) = parts.rewards.pool.workers

@@ -52,7 +52,7 @@ def test_every_recipe_resolves(recipe):
         ("algorithm.updates_per_batch=5", "not divisible"),
         ("algorithm.overlong_from=4", "must be below rollout.max_new_tokens"),
         ("reward=none", "reward is missing: grpo learns from rewards"),
-        ("reward.functions=[]", "reward.functions: List should have at least 1 item"),
+        ("reward.functions=[]", "reward: functions is empty: name a reward function"),
         ("no_equals_sign", "key=value"),
         ("train.steps.more=1", "'steps' is a value, not a section"),
     ],

@@ -51,6 +51,16 @@ def test_a_checkpoint_that_a_replacement_left_aside_is_put_aside_too(tmp_path):
     assert (checkpoints / "superseded-step-00000006").is_dir()
 
 
+@pytest.mark.parametrize("role", ["critic", "reference"])
+def test_what_a_role_has_of_later_steps_is_put_aside_too(tmp_path, role):
+    """Its later checkpoints would count among the newest, and the one that the policy's last needs would be deleted."""
+    folder = make_run(tmp_path / "run", steps=6, checkpoints=[2, 4, 6])
+    shutil.copytree(folder / "checkpoints", folder / role)
+    run_ranks(1, claim_from, small_recipe(folder), 2)
+    assert checkpoint_steps(folder / role) == (2,)
+    assert (folder / role / "superseded-step-00000006").is_dir()
+
+
 def two_runs(recipe: str, place: str) -> str:
     """What the first run says at the end of its step after its folder was removed and another run began there."""
     from shardproof.dist.launch import init_distributed

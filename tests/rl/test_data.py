@@ -17,7 +17,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from shardproof.errors import ConfigError
-from shardproof.rl.data import Prompt, PromptStream, encode_prompts, load_rows, rows_digest, sample_seed
+from shardproof.rl.data import Prompt, PromptStream, rows_digest, sample_seed
+from shardproof.rl.sources.encoding import encode_prompts
+from tests.rl.runs import load_rows
 
 WORDS = [
     "[UNK]",
@@ -193,9 +195,8 @@ def test_sources_that_are_not_there_are_refused(tmp_path):
     write(tmp_path / "train.jsonl", {"prompt": "a"})
     assert "Did you mean 'train.jsonl'?" in refused(tmp_path / "trai.jsonl")
     assert "does not exist" in refused(tmp_path / "nowhere" / "train.jsonl")
-    assert "is a folder" in refused(tmp_path)
-    write(tmp_path / "rows.csv", "prompt\n")
-    assert "is not a .jsonl, .json or .parquet file" in refused(tmp_path / "rows.csv")
+    write(tmp_path / "rows.txt", "prompt\n")
+    assert "is not a .jsonl, .json, .csv, .tsv or .parquet file" in refused(tmp_path / "rows.txt")
 
 
 def test_parquet_rows(tmp_path):
@@ -374,6 +375,15 @@ def test_the_digest_of_rows_sees_content_and_order_and_nothing_else():
     odd += [digest(one, {**other, "answer": numpy.arange(n)}) for n in (2, 3)]
     assert len({digest(one, other), *odd}) == 1 + len(odd)
     assert digest({"clip": object()}) == digest({"clip": object()}), "an address is no content"
+
+
+@pytest.mark.parametrize(
+    "answer", [3, "3", Decimal(3), date(2026, 1, 1), b"3", math.nan, {"year": date(2026, 1, 1)}]
+)
+def test_what_a_trajectory_is_known_by_can_be_written_to_a_checkpoint(answer):
+    facts = Prompt({"answer": answer}, "", (), source="sums", number=3).facts
+    assert json.loads(json.dumps(facts)) == {"row": 3, "source": "sums", "answer": str(answer)}
+    assert "answer" not in Prompt({"answer": None}, "", ()).facts
 
 
 def test_sample_seeds_are_distinct_63_bit_and_fixed():

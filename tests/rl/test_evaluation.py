@@ -12,7 +12,8 @@ import torch.distributed as dist
 from shardproof.errors import RolloutFault
 from shardproof.rl.background import BackgroundBatch
 from shardproof.rl.data import Share
-from shardproof.rl.evaluation import RunningEvaluation, evaluate
+from shardproof.rl.evaluation import HeldOutTask, RunningEvaluation, evaluate
+from shardproof.rl.experience_metrics import Success
 from shardproof.rl.rollouts import Sampler
 from shardproof.rl.versions import Versions
 from tests.ranks import run_ranks
@@ -42,13 +43,18 @@ def parts_of_evaluation(parts: Parts, sequence_parallel: int = 1) -> tuple[Sampl
     return sampler, prompts, Share(dist.get_rank(), dist.get_world_size(), sequence_parallel)
 
 
+def task_of(prompts: list[Any], prefix: str = "eval/") -> HeldOutTask:
+    return HeldOutTask(prompts, SAMPLING, SIZE, (1, SIZE), Success(("exact_match",)), prefix=prefix)
+
+
 def compare(folder: str, environment: bool) -> dict[str, float]:
     """On a rank: the same metrics as an evaluation that training waits for, and of which weights they are."""
     sys.path.insert(0, folder)
     with making(environment, REWARDS) as parts:
         sampler, prompts, share = parts_of_evaluation(parts)
-        before = evaluate(sampler, prompts, SAMPLING, SIZE, 4, share)
-        beside = RunningEvaluation(parts.background, sampler, prompts, SAMPLING, SIZE, 4, share)
+        tasks = [task_of(prompts), task_of(prompts[:2], "eval/few/")]
+        before = evaluate(sampler, tasks[0], 4, share) | evaluate(sampler, tasks[1], 4, share)
+        beside = RunningEvaluation(parts.background, sampler, tasks, 4, share)
         wait_until(lambda: beside.ready)
         found = beside.result()
     sys.path.remove(folder)
@@ -69,7 +75,7 @@ def wait_in_turns(folder: str) -> int:
     sys.path.insert(0, folder)
     with making(rewards=["exact_match"], held=True) as parts, pytest.MonkeyPatch.context() as patch:
         sampler, prompts, share = parts_of_evaluation(parts)
-        running = RunningEvaluation(parts.background, sampler, prompts, SAMPLING, SIZE, 4, share)
+        running = RunningEvaluation(parts.background, sampler, [task_of(prompts)], 4, share)
         num_looks = 0
 
         def settled(self: BackgroundBatch, places: object, within_s: float) -> bool:
@@ -95,7 +101,7 @@ def change_weights(folder: str) -> tuple[bool, dict[str, float]]:
     sys.path.insert(0, folder)
     with making(rewards=["exact_match"], held=True) as parts:
         sampler, prompts, share = parts_of_evaluation(parts, sequence_parallel=2)
-        running = RunningEvaluation(parts.background, sampler, prompts, SAMPLING, SIZE, 4, share)
+        running = RunningEvaluation(parts.background, sampler, [task_of(prompts)], 4, share)
         waits = not running.ready
         if waits:
             wait_until(lambda: len(parts.engine.waiting) == SIZE * len(prompts))
@@ -123,7 +129,7 @@ def fail_on_one(folder: str) -> str:
     sys.path.insert(0, folder)
     with making(rewards=["exact_match"], held=True) as parts:
         sampler, prompts, share = parts_of_evaluation(parts)
-        running = RunningEvaluation(parts.background, sampler, prompts, SAMPLING, SIZE, 4, share)
+        running = RunningEvaluation(parts.background, sampler, [task_of(prompts)], 4, share)
         wait_until(lambda: parts.engine.waiting)
         if share.rank == 1:
             parts.engine.fail(parts.engine.waiting[0], ConnectionError("no replica is left"))

@@ -278,10 +278,10 @@ def test_completions_whose_reward_failed_are_left_out(tmp_path, algorithm):
 
 
 def run_where_one_rank_cannot(recipe: str, what: str) -> None:
-    from shardproof.rl import setup
+    from shardproof.rl.rewards import from_recipe
     from shardproof.rollout import local
 
-    real = {"RewardRunner": setup.RewardRunner, "_empty_replica": local._empty_replica}[what]
+    real = {"RewardRunner": from_recipe.RewardRunner, "_empty_replica": local._empty_replica}[what]
 
     def start(*given: Any, **settings: Any) -> Any:
         if dist.get_rank() == 1:
@@ -289,7 +289,7 @@ def run_where_one_rank_cannot(recipe: str, what: str) -> None:
         return real(*given, **settings)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(setup if what == "RewardRunner" else local, what, start)
+        patch.setattr(from_recipe if what == "RewardRunner" else local, what, start)
         try:
             run_recipe(recipe)
         finally:

@@ -28,12 +28,22 @@ pytestmark = pytest.mark.distributed
 ROWS = [
     Prompt({"prompt": "a", "answer": 1.5, "tags": [None, True, {"ü": "\ud83d"}]}, "a\n", (1, 2, 3)),
     Prompt({}, "", ()),
-    Prompt({"n": -(2**70)}, "ß" * 100, tuple(range(151_000, 151_100)), (7,)),
+    Prompt({"n": -(2**70)}, "ß" * 100, tuple(range(151_000, 151_100)), (7,), (8, 9), (1, 0)),
+    Prompt({"p": 1}, "p", (1,), source="math", sampling={"top_k": 3}, template={"a": [1]}, number=3),
 ]
 
 
 def test_prompts_in_shared_memory_are_those_that_were_put_there():
-    offered = share_prompts(Data(ROWS, ROWS[:1], has_messages=True))
+    offered = share_prompts(
+        Data(
+            ROWS,
+            {"": ROWS[:1], "other": ROWS[1:]},
+            True,
+            {"a": 2, "b": 1},
+            [None, 0.5, 1.0],
+            {"data.train": {"no answer": 2}},
+        )
+    )
     assert offered is not None
     descriptor, address = offered
     found = open_prompts(json.loads(json.dumps(address.to_json())))
@@ -41,17 +51,21 @@ def test_prompts_in_shared_memory_are_those_that_were_put_there():
     assert found is not None and found.has_messages
     assert isinstance(found.prompts, SharedPrompts) and list(found.prompts) == ROWS
     assert (
-        found.prompts[-1] == ROWS[-1] and found.prompts[1:] == ROWS[1:] and list(found.held_out) == ROWS[:1]
+        found.prompts[-1] == ROWS[-1]
+        and found.prompts[1:] == ROWS[1:]
+        and list(found.held_out[""]) == ROWS[:1]
     )
+    assert list(found.held_out["other"]) == ROWS[1:] and found.sources == {"a": 2, "b": 1}
+    assert found.rates == [None, 0.5, 1.0] and found.dropped == {"data.train": {"no answer": 2}}
     with pytest.raises(IndexError):
-        found.prompts[3]
+        found.prompts[4]
 
 
 @pytest.mark.parametrize(
     "value", [(1, 2), datetime.date(2026, 1, 1), decimal.Decimal(1), {1: 2}, b"x", [[{"a": (1,)}]]]
 )
 def test_rows_that_json_would_change_are_not_shared(value):
-    assert share_prompts(Data([Prompt({"value": value}, "", ())], [], False)) is None
+    assert share_prompts(Data([Prompt({"value": value}, "", ())], {}, False)) is None
 
 
 def run_counting(recipe, letters, shares=True):

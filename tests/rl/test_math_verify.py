@@ -5,8 +5,10 @@ import sys
 import pytest
 
 from shardproof.errors import ConfigError
-from shardproof.rl.reward_functions import CANNOT_HANG, attempt, find_reward, math_verify, row_problem
-from shardproof.rl.rewards import RewardRunner, RewardSpec
+from shardproof.rl.rewards.answers import math_verify
+from shardproof.rl.rewards.calling import Outcome, attempt
+from shardproof.rl.rewards.functions import CANNOT_HANG, find_reward, row_problem
+from shardproof.rl.rewards.runner import RewardRunner, RewardSpec
 
 
 @pytest.mark.parametrize(
@@ -27,9 +29,9 @@ from shardproof.rl.rewards import RewardRunner, RewardSpec
 )
 def test_equal_mathematics_is_rewarded_however_it_is_written(answer, right, wrong):
     row = {"answer": answer}
-    assert attempt(math_verify, ("", right, row)) == (1.0, None)
-    assert attempt(math_verify, ("", wrong, row)) == (0.0, None)
-    assert attempt(math_verify, ("", "I do not know", row)) == (0.0, None)
+    assert attempt(math_verify, ("", right, row)) == Outcome(1.0)
+    assert attempt(math_verify, ("", wrong, row)) == Outcome(0.0)
+    assert attempt(math_verify, ("", "I do not know", row)) == Outcome(0.0)
 
 
 @pytest.mark.fault
@@ -40,7 +42,7 @@ def test_answers_that_are_no_mathematics_are_refused_or_recorded():
     )
     assert row_problem("math_verify", {"answer": " "}) == "reward 'math_verify': the row's 'answer' is empty"
     assert row_problem("math_verify", {}) == "reward 'math_verify': the row has no 'answer'"
-    value, error = attempt(math_verify, ("", "hello", {"answer": "hello"}))
+    value, error, _ = attempt(math_verify, ("", "hello", {"answer": "hello"}))
     assert value == 0.0 and "finds no mathematics in the answer 'hello'" in error
 
 

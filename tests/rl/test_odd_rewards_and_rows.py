@@ -10,9 +10,10 @@ import psutil
 import pytest
 
 from shardproof.errors import ConfigError
-from shardproof.rl.data import load_rows
-from shardproof.rl.reward_functions import BUILT_IN, attempt
-from shardproof.rl.rewards import RewardRunner, RewardSpec
+from shardproof.rl.rewards.calling import Outcome, attempt
+from shardproof.rl.rewards.functions import BUILT_IN
+from shardproof.rl.rewards.runner import RewardRunner, RewardSpec
+from tests.rl.runs import load_rows
 
 pytestmark = pytest.mark.fault
 
@@ -47,7 +48,7 @@ def raising(error):
     ids=lambda error: type(error).__name__,
 )
 def test_whatever_a_reward_raises_is_its_samples_failure_and_no_more(error):
-    value, failure = attempt(raising(error), SAMPLE)
+    value, failure, _ = attempt(raising(error), SAMPLE)
     assert value == 0.0 and failure.startswith(type(error).__name__)
 
 
@@ -58,7 +59,7 @@ def test_an_interrupt_of_the_user_is_no_rewards_failure():
 
 @pytest.mark.parametrize("value", [1e308, -1e308, 1e30, 10**300])
 def test_a_number_that_no_update_could_use_is_a_failure(value):
-    assert attempt(lambda *sample: value, SAMPLE) == (
+    assert attempt(lambda *sample: value, SAMPLE) == Outcome(
         0.0,
         f"returned {float(value):g}, expected a number up to 1e+12",
     )
@@ -66,7 +67,7 @@ def test_a_number_that_no_update_could_use_is_a_failure(value):
 
 def test_totals_of_the_largest_rewards_are_finite_and_have_finite_squares():
     largest = numpy.float32(1e12 * 1e6)
-    assert attempt(lambda *sample: -1e12, SAMPLE) == (-1e12, None)
+    assert attempt(lambda *sample: -1e12, SAMPLE) == Outcome(-1e12)
     assert math.isfinite(largest * largest)
     for weight in (1e7, math.nan, -math.inf):
         with pytest.raises(ConfigError, match="weight"):
@@ -101,7 +102,7 @@ def test_a_row_that_a_reward_can_never_score_is_refused(tmp_path, reward, cells,
 
 def test_an_integer_of_any_size_is_an_answer_in_text(tmp_path):
     (row,) = load(tmp_path, ["exact_match"], answer=10**400)
-    assert attempt(BUILT_IN["exact_match"], ("", str(10**400), row)) == (1.0, None)
+    assert attempt(BUILT_IN["exact_match"], ("", str(10**400), row)) == Outcome(1.0)
     assert attempt(BUILT_IN["numeric"], ("", "7", row))[1].startswith("ValueError: the answer")
 
 

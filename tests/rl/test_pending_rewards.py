@@ -6,7 +6,7 @@ import time
 import pytest
 
 from shardproof.errors import RolloutFault
-from shardproof.rl.rewards import RewardRunner, RewardSpec
+from shardproof.rl.rewards.runner import RewardRunner, RewardSpec
 
 LONG_S = 60.0  # longer than anything here takes, unless it waits for what never comes
 

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from shardproof.config.load import from_json
 from shardproof.errors import ConfigError
 from shardproof.rl.checks import check_inputs
-from shardproof.rl.reward_failures import result_together
-from shardproof.rl.reward_functions import BUILT_IN
-from shardproof.rl.rewards import RewardRunner, RewardSpec
+from shardproof.rl.rewards.failures import result_together
+from shardproof.rl.rewards.functions import BUILT_IN
+from shardproof.rl.rewards.runner import RewardRunner, RewardSpec
 from shardproof.rollout.trajectory import Trajectory
 from shardproof.terminal import attached
 from tests.ranks import run_ranks, run_ranks_outcomes

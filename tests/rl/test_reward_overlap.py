@@ -11,8 +11,9 @@ import psutil
 import pytest
 
 from shardproof.errors import fail
-from shardproof.rl import experience, rewards
-from shardproof.rl.rewards import Sample
+from shardproof.rl import scorers
+from shardproof.rl.rewards import runner as rewards
+from shardproof.rl.rewards.calling import Sample
 from shardproof.rollout.local import EmbeddedEngine
 from shardproof.rollout.trajectory import Reward
 from tests.ranks import RankError, run_ranks
@@ -62,14 +63,14 @@ def run_in_sequence(recipe: str) -> dict[str, float]:
 
 def run_with_scores(recipe: str, before: Callable[..., None], *args: Any) -> dict[str, float]:
     """A run in which `before` is called whenever log-probs are asked for."""
-    scores = experience.logprobs
+    scores = scorers.logprobs
 
     def logprobs(*given: Any, **settings: Any) -> Any:
         before(*args)
         return scores(*given, **settings)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(experience, "logprobs", logprobs)
+        patch.setattr(scorers, "logprobs", logprobs)
         return run_recipe(recipe)
 
 

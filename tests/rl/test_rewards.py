@@ -12,10 +12,12 @@ import time
 import psutil
 import pytest
 
-import shardproof.rl.reward_workers as reward_workers
+import shardproof.rl.rewards.jobs as reward_jobs
 from shardproof.errors import ConfigError, RolloutFault
-from shardproof.rl.reward_functions import exact_match, find_reward, numeric, regex
-from shardproof.rl.rewards import RewardRunner, RewardSpec
+from shardproof.rl.rewards.answers import Regex, exact_match, numeric
+from shardproof.rl.rewards.calling import Outcome
+from shardproof.rl.rewards.functions import find_reward
+from shardproof.rl.rewards.runner import RewardRunner, RewardSpec
 from shardproof.rollout.trajectory import Reward
 
 # Long enough for a busy machine to answer an honest call in.
@@ -145,17 +147,19 @@ def test_numeric_compares_the_last_number(completion, answer, value):
 
 
 def test_regex_takes_its_pattern_from_the_row_or_from_its_name():
-    assert regex(r"\d+")("", "room 101", {}) == 1.0
-    assert regex()("", "room 101", {"pattern": "^room"}) == 1.0
-    assert find_reward("regex(^10:1)")("", "room 10:1", {}) == 0.0
-    assert find_reward("regex")("", "a", {"pattern": "b"}) == 0.0
+    assert Regex(r"\d+")("", "room 101", {}) == 1.0
+    assert Regex()("", "room 101", {"pattern": "^room"}) == 1.0
+    assert find_reward("regex(^10:1)").now([("", "room 10:1", {})]) == [Outcome(0.0)]
+    assert find_reward("regex").now([("", "a", {"pattern": "b"})]) == [Outcome(0.0)]
+    spec = RewardSpec("regex", options={"pattern": "b$"})
+    assert find_reward(spec).now([("", "ab", {})]) == [Outcome(1.0)]
 
 
 @pytest.mark.parametrize(
     ("name", "said"),
     [
         ("exact_mach", "Did you mean 'exact_match'?"),
-        ("", "is not one of exact_match, numeric, regex"),
+        ("", "is not one of exact_match, numeric, math_verify, regex"),
         ("users_rewards:", "module:function"),
         ("users_rewards:lengthy", "Did you mean 'length'?"),
         ("users_rewards:NOT_A_FUNCTION", "3 is not a callable object"),
@@ -176,7 +180,7 @@ def test_a_reward_is_found_in_the_folder_that_the_run_starts_in(tmp_path, monkey
     (tmp_path / "local_rewards.py").write_text("def f(prompt, completion, row):\n    return 2.0\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry not in ("", str(tmp_path))])
-    assert find_reward("local_rewards:f")("", "", {}) == 2.0
+    assert find_reward("local_rewards:f").now([("", "", {})]) == [Outcome(2.0)]
 
 
 def test_totals_are_weighted_and_in_order(no_process_left):
@@ -222,7 +226,6 @@ def test_failures_cost_their_own_sample_only(no_process_left):
         "leave": "SystemExit: 0 (users_rewards.py:21)",
         "nan": "returned nan, expected a finite number",
         "inf": "returned inf, expected a finite number",
-        "none": "returned NoneType, expected a number",
         "text": "returned str, expected a number",
         "huge": "OverflowError: int too large to convert to float",
         "die": "its worker process died (exit code 3)",
@@ -347,7 +350,7 @@ def test_a_module_that_cannot_be_imported_stops_the_start(users, no_process_left
 
 
 def test_a_module_whose_import_hangs_stops_the_start(users, monkeypatch, no_process_left):
-    monkeypatch.setattr(reward_workers, "START_S", 0.3)
+    monkeypatch.setattr(reward_jobs, "START_S", 0.3)
     (users / "endless.py").write_text("import time\ntime.sleep(1000)")
     with pytest.raises(RolloutFault, match=r"did not start: no answer in 0\.3 s"):
         RewardRunner([RewardSpec("endless:f")])
@@ -384,7 +387,7 @@ def test_workers_leave_with_a_rank_that_is_killed(users):
     program = f"""
         import sys
         sys.path.insert(0, {str(users)!r})
-        from shardproof.rl.rewards import RewardRunner, RewardSpec
+        from shardproof.rl.rewards.runner import RewardRunner, RewardSpec
         runner = RewardRunner([RewardSpec("users_rewards:obey")], timeout_s=100.0)
         print(*(worker.process.pid for worker in runner.pool.workers), flush=True)
         runner.score([("", "hang", {{}})])
@@ -404,7 +407,7 @@ def test_a_worker_that_holds_the_interpreter_lock_leaves_with_its_rank_and_with_
     program = f"""
         import sys
         sys.path.insert(0, {str(users)!r})
-        from shardproof.rl.rewards import RewardRunner, RewardSpec
+        from shardproof.rl.rewards.runner import RewardRunner, RewardSpec
         runner = RewardRunner([RewardSpec("users_rewards:leave_running")], timeout_s=1000.0, num_workers=1)
         runner.score([("", "", {{}})])
     """
@@ -426,7 +429,7 @@ def test_a_script_without_a_main_guard_is_not_run_again_in_the_workers(users):
     script = users / "train.py"
     script.write_text(
         "print('run')\n"
-        "from shardproof.rl.rewards import RewardRunner, RewardSpec\n"
+        "from shardproof.rl.rewards.runner import RewardRunner, RewardSpec\n"
         "runner = RewardRunner([RewardSpec('users_rewards:judge')])\n"
         "print(runner.score([('', '', {})])[0].total)\n"
     )
@@ -439,7 +442,7 @@ def test_workers_start_below_a_daemonic_process(users):
     program = f"""
         import multiprocessing, sys
         sys.path.insert(0, {str(users)!r})
-        from shardproof.rl.rewards import RewardRunner, RewardSpec
+        from shardproof.rl.rewards.runner import RewardRunner, RewardSpec
         def score():
             with RewardRunner([RewardSpec("users_rewards:judge")], num_workers=1) as runner:
                 assert runner.score([("", "", {{}})])[0].total == 0.5
@@ -452,5 +455,5 @@ def test_workers_start_below_a_daemonic_process(users):
 
 
 def test_a_worker_imports_neither_torch_nor_numpy():
-    program = "import sys, shardproof.rl.reward_workers; assert not {'torch', 'numpy', 'pydantic'} & set(sys.modules)"
+    program = "import sys, shardproof.rl.rewards.workers; assert not {'torch', 'numpy', 'pydantic'} & set(sys.modules)"
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0

@@ -12,8 +12,8 @@ from shardproof.config.load import from_json
 from shardproof.doctor.forecast import prompt_lengths
 from shardproof.export import gather
 from shardproof.rl import loop
-from shardproof.rl.experience import Scorers
 from shardproof.rl.rollouts import Sampler
+from shardproof.rl.scorers import Scorers
 from shardproof.rl.sizing.live import LiveBytes
 from shardproof.rl.sizing.recipe import Machine, conversation_lengths, estimate_run
 from shardproof.shard.offload import optimizer_tensors

@@ -7,7 +7,7 @@ from tokenizers import Regex, Tokenizer, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
 from shardproof.errors import ConfigError
-from shardproof.rl import data
+from shardproof.rl.sources import encoding
 from shardproof.rl.templates import Overdue, call_each
 from tests.rl.test_data import make_tokenizer
 
@@ -69,10 +69,10 @@ def test_calls_from_several_threads_do_not_mix():
 
 
 def test_a_chat_template_that_does_not_end(monkeypatch):
-    monkeypatch.setattr(data, "_TEMPLATE_SECONDS", 0.3)
+    monkeypatch.setattr(encoding, "_TEMPLATE_SECONDS", 0.3)
     rows = [{"prompt": "one"}, {"prompt": "two"}]
     with pytest.raises(ConfigError, match="row 1: the chat template did not finish") as caught:
-        data.encode_prompts(rows, make_tokenizer(ENDLESS), "prompt", True, None)
+        encoding.encode_prompts(rows, make_tokenizer(ENDLESS), "prompt", True, None)
     assert caught.value.code == "C005"
 
 
@@ -82,4 +82,4 @@ def test_a_panic_of_the_tokenizers_library_is_said_in_words(capfd):
     inner.normalizer = normalizers.Replace(Regex("(a|aa)+$"), "x")
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="[UNK]")
     with pytest.raises(ConfigError, match=r"C005 data: the tokenizer fails on the data.*retry-limit"):
-        data.encode_prompts([{"prompt": "a" * 60 + "c"}], tokenizer, "prompt", False, None)
+        encoding.encode_prompts([{"prompt": "a" * 60 + "c"}], tokenizer, "prompt", False, None)

@@ -29,14 +29,6 @@ from tests.rl.tracker_readers import (
 METRICS = {"reward/mean": 0.5, "loss/policy": -0.25}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _trackio_place(tmp_path_factory):
-    """trackio reads its folder when it is imported."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRACKIO_DIR", str(tmp_path_factory.mktemp("trackio")))
-        yield
-
-
 @pytest.fixture
 def offline(monkeypatch, tmp_path):
     monkeypatch.setenv("WANDB_MODE", "offline")

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from shardproof.config.algorithms import AlgorithmSpec
 from shardproof.errors import ShardproofError
 from shardproof.rl.algorithms.base import Algorithm
-from shardproof.rl.algorithms.grouped import GRPO
+from shardproof.rl.algorithms.presets import GRPO
 from shardproof.rollout.engine import Request, Sampling, generate
 from shardproof.rollout.local import EmbeddedEngine
 from shardproof.rollout.trajectory import Trajectory
@@ -56,6 +56,7 @@ class MisspeltSurrogate(GRPO):
 
 class CriticWithoutLoss(GRPO):
     spec = AlgorithmSpec(has_critic=True)
+    value_loss = None
 
 
 class WantsValues(GRPO):
@@ -138,7 +139,7 @@ def test_what_cannot_be_made_is_named_before_a_model_is_loaded(tmp_path, setting
 
 def run_without_models(recipe: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("shardproof.rl.setup._load_role", lambda *given: pytest.fail("a model was loaded"))
+        patch.setattr("shardproof.rl.setup.load_role", lambda *given: pytest.fail("a model was loaded"))
         run_recipe(recipe)
 
 

@@ -31,6 +31,11 @@ def varied(prompt: str, completion: str, row: dict[str, Any]) -> float:
     return (sum(map(ord, completion)) % 7) / 7
 
 
+def quiet(prompt: str, completion: str, row: dict[str, Any]) -> float | None:
+    """Has nothing to say about rows that ask for that, and nothing good about others."""
+    return None if row.get("quiet") else -1.0
+
+
 def refuses_even_answers(prompt: str, completion: str, row: dict[str, Any]) -> float:
     if completion.endswith(EVEN):
         raise ValueError(f"{completion} is even")
@@ -59,3 +64,12 @@ def never_ends(prompt: str, completion: str, row: dict[str, Any]) -> float:
     Path(row["signal"]).touch()
     while True:
         time.sleep(1)
+
+
+def silent_on_even_answers(prompt: str, completion: str, row: dict[str, Any]) -> float | None:
+    """Has nothing to say about some completions."""
+    return None if completion.endswith(EVEN) else float(completion == row["answer"])
+
+
+def silent(prompt: str, completion: str, row: dict[str, Any]) -> float | None:
+    return None

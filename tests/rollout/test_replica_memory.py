@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM
 
 from shardproof.config.schema import Rollout
 from shardproof.model.adjacent import side_by_side
-from shardproof.rl import setup
+from shardproof.rl import engines
 from shardproof.rollout import replica_memory
 from shardproof.rollout.joined import join_weights
 from shardproof.rollout.replica_memory import ReplicaMemory
@@ -74,10 +74,10 @@ def test_parameters_come_back_where_they_were(monkeypatch, in_place):
 def test_the_embedded_engine_sleeps_by_default_where_that_costs_little(monkeypatch):
     gpu = torch.device("cuda")
     for can in (True, False):
-        monkeypatch.setattr(setup, "can_sleep", lambda device, can=can: can and device.type == "cuda")
-        assert setup.sleeps(Rollout(), gpu) == can
-        assert setup.sleeps(Rollout(sleep=True), gpu)
-        assert not setup.sleeps(Rollout(sleep=False), gpu)
-        assert not setup.sleeps(Rollout(), torch.device("cpu"))
-        assert not setup.sleeps(Rollout(fp8="weights"), gpu)
-        assert not setup.sleeps(Rollout(engine="vllm"), gpu)
+        monkeypatch.setattr(engines, "can_sleep", lambda device, can=can: can and device.type == "cuda")
+        assert engines.sleeps(Rollout(), gpu) == can
+        assert engines.sleeps(Rollout(sleep=True), gpu)
+        assert not engines.sleeps(Rollout(sleep=False), gpu)
+        assert not engines.sleeps(Rollout(), torch.device("cpu"))
+        assert not engines.sleeps(Rollout(fp8="weights"), gpu)
+        assert not engines.sleeps(Rollout(engine="vllm"), gpu)

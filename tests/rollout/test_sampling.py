@@ -16,6 +16,8 @@ BAD_ARGUMENTS = {
     "temperature=-1": lambda: Sampling(1, temperature=-1.0),
     "top_p=0": lambda: Sampling(1, top_p=0.0),
     "top_p=1.5": lambda: Sampling(1, top_p=1.5),
+    f"top_k={10**30}": lambda: Sampling(1, top_k=10**30),
+    "repetition_penalty=1e-300": lambda: Sampling(1, repetition_penalty=1e-300),
 }
 
 

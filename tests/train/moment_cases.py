@@ -1,4 +1,4 @@
-"""The kernels for digests and for moments in bfloat16, interpreted on the CPU and compared with plain torch."""
+"""The kernels for digests and for moments in 16 and 8 bits, interpreted on the CPU and compared with plain torch."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import torch
 
 from shardproof.digest import _column_weights, digest
 from shardproof.digest_kernels import digest_words
+from shardproof.train.adamw_8bit import difference
+from shardproof.train.moment_8bit_kernels import step_on_gpu as step_8bit_on_gpu
 from shardproof.train.moment_kernels import step_on_gpu
 from shardproof.train.rounded_adamw import _difference
 
@@ -24,6 +26,10 @@ def main() -> None:
                 "plain": [digest(each) for each in words],
                 "moments": [
                     _difference(step_on_gpu, dtype, torch.device("cpu"))
+                    for dtype in (torch.float32, torch.float16)
+                ],
+                "moments in 8 bits": [
+                    difference(step_8bit_on_gpu, dtype, torch.device("cpu"))
                     for dtype in (torch.float32, torch.float16)
                 ],
             }

@@ -8,7 +8,8 @@ import torch
 
 import shardproof as sp
 from shardproof.train.loss import policy_gradient, value
-from shardproof.train.optim import build_optimizer, make_optimizer, make_schedule
+from shardproof.train.optim import build_optimizer, make_optimizer
+from shardproof.train.schedules import make_schedule
 from tests.models import tiny_config
 from tests.ranks import run_ranks_outcomes
 from tests.shard.test_bad_checkpoints import assert_all_raise
@@ -32,6 +33,9 @@ BAD_ARGUMENTS = {
     "betas[1]=nan": lambda: build_optimizer("adamw", [], None, CPU, betas=(0.9, math.nan)),
     "eps=-1": lambda: build_optimizer("adamw", [], None, CPU, eps=-1),
     "warmup_steps=-1": lambda: make_schedule(None, warmup_steps=-1),
+    "warmup_ratio=2": lambda: make_schedule(None, warmup_ratio=2.0, total_steps=3),
+    "decay_ratio=-1": lambda: make_schedule(None, "wsd", decay_ratio=-1, total_steps=3),
+    "decay_steps=-1": lambda: make_schedule(None, "wsd", decay_steps=-1, total_steps=3),
     "total_steps=-1": lambda: make_schedule(None, "cosine", total_steps=-1),
     "final_ratio=nan": lambda: make_schedule(None, final_ratio=math.nan),
 }

@@ -101,7 +101,7 @@ def test_loss_gradient_and_metrics_are_those_of_the_formulas(case, has_old):
     if not has_old:
         columns["rollout_logps"] += torch.tensor(given).float() - columns.pop("old_logps")
     logps = torch.tensor(given).float().requires_grad_()
-    loss = policy_gradient(rollout_top_p=1.0, **CASES[case])
+    loss = policy_gradient(rollout_whole=True, **CASES[case])
     row, metrics = loss.function(Scored(logps, EMPTY, EMPTY), columns)
     (gradient,) = torch.autograd.grad(row[torch.tensor(counted)].sum(), logps)
 
@@ -140,7 +140,7 @@ def test_the_engines_policy_takes_the_place_of_the_old_one_in_every_surrogate(su
         ({"correction": "none"}, "rollout_logps"),
     ):
         logps = torch.tensor(given).float().requires_grad_()
-        loss = policy_gradient(rollout_top_p=1.0, surrogate=surrogate, **settings)
+        loss = policy_gradient(rollout_whole=True, surrogate=surrogate, **settings)
         row, _ = loss.function(Scored(logps, EMPTY, EMPTY), columns | {"old_logps": columns[old]})
         found.append((row[mine], *torch.autograd.grad(row[mine].sum(), logps)))
     torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
@@ -151,7 +151,7 @@ def test_masked_tokens_and_sequences_have_no_gradient():
     mine = torch.tensor(counted)
     for case in ("mis", "icepop"):
         logps = torch.tensor(given).float().requires_grad_()
-        loss = policy_gradient(rollout_top_p=1.0, clip_low=1.0, clip_high=1e6, **CASES[case])
+        loss = policy_gradient(rollout_whole=True, clip_low=1.0, clip_high=1e6, **CASES[case])
         row, metrics = loss.function(Scored(logps, EMPTY, EMPTY), columns)
         (gradient,) = torch.autograd.grad(row[mine].sum(), logps)
         masked = metrics["correction/masked"].bool()
@@ -165,7 +165,7 @@ def test_weights_are_at_most_their_bounds_and_the_bounds_themselves_count():
     columns["sequence"] = torch.arange(5)
 
     def kept(**settings):
-        loss = policy_gradient(rollout_top_p=1.0, clip_low=1.0, clip_high=1e6, **settings)
+        loss = policy_gradient(rollout_whole=True, clip_low=1.0, clip_high=1e6, **settings)
         zeros = torch.zeros(5, dtype=torch.float64)
         return (-loss.function(Scored(zeros, EMPTY, EMPTY), columns)[0]).tolist()
 
@@ -201,7 +201,7 @@ def test_the_effective_sample_size_is_a_share():
 
 
 def test_a_nucleus_has_weights_but_no_mismatch():
-    loss = policy_gradient(rollout_top_p=0.9, correction="icepop")
+    loss = policy_gradient(rollout_whole=False, correction="icepop")
     assert {"nucleus/mean", "correction/ess", "correction/masked"} <= set(loss.metrics)
     assert not any(name.startswith("mismatch") for name in loss.metrics)
 
@@ -211,12 +211,12 @@ def test_a_nucleus_has_weights_but_no_mismatch():
     [
         ({"correction": "mis"}, "'mis' needs rollout log-probs"),
         ({"trust_region": "behaviour"}, "'behaviour' needs rollout log-probs"),
-        ({"correction": "mis", "rollout_top_p": 0.9}, "not of a nucleus"),
-        ({"trust_region": "behaviour", "rollout_top_p": 0.9}, "not of a nucleus"),
-        ({"correction": "icepop", "icepop_bounds": (2.0, 0.5), "rollout_top_p": 1.0}, "below the second"),
-        ({"correction": "ice", "rollout_top_p": 1.0}, "not one of tis, mis, icepop, none"),
-        ({"trust_region": "behavior", "rollout_top_p": 1.0}, "Did you mean 'behaviour'?"),
-        ({"tis_cap": 0.0, "rollout_top_p": 1.0}, "tis_cap"),
+        ({"correction": "mis", "rollout_whole": False}, "not of a nucleus"),
+        ({"trust_region": "behaviour", "rollout_whole": False}, "not of a nucleus"),
+        ({"correction": "icepop", "icepop_bounds": (2.0, 0.5), "rollout_whole": True}, "below the second"),
+        ({"correction": "ice", "rollout_whole": True}, "not one of tis, mis, icepop, none"),
+        ({"trust_region": "behavior", "rollout_whole": True}, "Did you mean 'behaviour'?"),
+        ({"tis_cap": 0.0, "rollout_whole": True}, "tis_cap"),
     ],
 )
 def test_corrections_that_cannot_be_meant(settings, said):
@@ -313,7 +313,7 @@ def step_on_rank(folder, columns, sequence_parallel, micro_batch_tokens):
         )
         optimizer = torch.optim.SGD(policy.parameters(), lr=1.0)
         before = full_state(policy)
-        loss = policy_gradient(rollout_top_p=1.0, **settings)
+        loss = policy_gradient(rollout_whole=True, **settings)
         options = {"micro_batch_tokens": micro_batch_tokens, "max_grad_norm": None}
         result = sp.train_step(policy, batch, optimizer, loss=loss, **options)
         gradients = {name: before[name] - after for name, after in full_state(policy).items()}

@@ -92,7 +92,7 @@ def test_policy_gradient_without_coefficients_needs_neither_reference_nor_entrop
 
 def test_tokens_that_an_engine_drew_are_weighed_by_its_own_probabilities():
     loss = policy_gradient(
-        surrogate="detached", kl_estimator="k2", report_kl=True, rollout_top_p=1.0, tis_cap=2.0
+        surrogate="detached", kl_estimator="k2", report_kl=True, rollout_whole=True, tis_cap=2.0
     )
     given = scored([-1.0, -2.0])
     drawn = columns(advantages=[1.0, -2.0], rollout_logps=[-3.0, -1.5], ref_logps=[-1.5, -2.0])

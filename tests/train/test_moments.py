@@ -9,7 +9,7 @@ from peft import LoraConfig
 from torch import nn
 
 import shardproof as sp
-from shardproof.config import learning
+from shardproof.config import optimizer as settings
 from shardproof.shard.optimizer_state import state_bytes
 from shardproof.train.moments import random_bits, round_at_random
 from shardproof.train.optim import Trainable, build_optimizer
@@ -118,11 +118,11 @@ def test_other_optimizers_refuse_it_by_name():
         ):
             build_optimizer(name, trained, None, CPU, moments="bfloat16")
         with pytest.raises(ValueError, match="moments='bfloat16' is only for name='adamw'"):
-            learning.Optimizer(name=name, moments="bfloat16")
+            settings.Optimizer(name=name, moments="bfloat16")
     with pytest.raises(sp.ConfigError, match="moments='float16'"):
         build_optimizer("adamw", trained, None, CPU, moments="float16")
-    assert "moments" not in learning.Optimizer().arguments
-    assert learning.Optimizer(moments="bfloat16").arguments["moments"] == "bfloat16"
+    assert "moments" not in settings.Optimizer().arguments
+    assert settings.Optimizer(moments="bfloat16").arguments["moments"] == "bfloat16"
 
 
 @pytest.fixture(scope="module")

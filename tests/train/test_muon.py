@@ -10,7 +10,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 import shardproof as sp
-from shardproof.config import learning
+from shardproof.config import optimizer as settings
 from shardproof.train import optim
 from tests.models import make_checkpoint
 from tests.ranks import run_ranks, run_ranks_outcomes
@@ -259,4 +259,4 @@ def test_state_of_another_optimizer_is_refused(tmp_path):
 
 
 def test_recipes_know_the_optimizers():
-    assert learning.OPTIMIZERS == optim.OPTIMIZERS
+    assert settings.OPTIMIZERS == optim.OPTIMIZERS

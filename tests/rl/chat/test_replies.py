@@ -179,6 +179,31 @@ def test_the_end_of_a_turn_is_written_once(ended_with, expected):
     assert behind_a_call.startswith("<|head|>ipython" if stop else "<|eom|><|head|>ipython")
 
 
+@pytest.mark.parametrize(
+    "ended_with, is_stop, expected",
+    [
+        ("<|im_end|>", False, "\n<|im_start|>user"),  # a stop string that is the end itself
+        ("</s>", False, "<|im_end|>\n<|im_start|>user"),  # another special token, which was said
+        ("a", True, "<|im_end|>\n<|im_start|>user"),  # a stop id of text
+        ("\u010a", True, "<|im_end|>\n<|im_start|>user"),  # text that the template writes too, behind its end
+        ("\u010a", False, "<|im_end|>\n<|im_start|>user"),
+    ],
+)
+def test_text_that_ends_a_turn_stands_for_no_end_of_the_template(ended_with, is_stop, expected):
+    tokenizer = make_tokenizer(templates.HERMES)
+    stop = tokenizer.convert_tokens_to_ids(ended_with)
+    segments = ChatFormat.of(tokenizer).reply([user("one")], stop, is_stop=is_stop)
+    assert tokenizer.decode(flat(segments)).startswith(expected)
+
+
+def test_a_line_break_that_is_a_templates_only_end_is_written_once():
+    tokenizer = make_tokenizer(templates.PLAIN)
+    stop = tokenizer.convert_tokens_to_ids("\u010a")
+    for is_stop in (True, False):
+        segments = ChatFormat.of(tokenizer).reply([user("one")], stop, is_stop=is_stop)
+        assert tokenizer.decode(flat(segments)).startswith("user: one")
+
+
 def test_a_stop_token_that_begins_the_next_message_is_not_written_again():
     tokenizer = make_tokenizer(templates.UNENDED)
     form = ChatFormat.of(tokenizer)

@@ -14,7 +14,7 @@ from shardproof.rollout.engine import Request, answers
 from shardproof.rollout.token_ledger import TokenLedger
 from shardproof.rollout.trajectory import Reward, Trajectory
 from tests.ranks import run_ranks
-from tests.rl.background_parts import SAMPLING, USERS, Letters, Parts, making, starts_from
+from tests.rl.background_parts import SAMPLING, USERS, Letters, Parts, make_rules, making, starts_from
 
 
 def untimed(trajectory: Trajectory) -> Trajectory:
@@ -71,3 +71,23 @@ def test_trajectories_are_those_of_the_waves_in_whatever_order_answers_come(user
     assert run_ranks(1, compare_with_waves, str(users), False) == [30]
     (found,) = run_ranks(1, compare_with_waves, str(users), True)
     assert found > 3 * 30, "some ended by themselves, some by a limit, and some failed"
+
+
+def turns_with_little_room(folder: str) -> list[list[int]]:
+    """On a rank: how many turns conversations of both drivers have, where rows may say less than the run allows."""
+    sys.path.insert(0, folder)
+    starts = [
+        replace(start, prompt=replace(start.prompt, sampling=own))
+        for start, own in zip(starts_from([{"turns": 4}] * 2), [None, {"max_new_tokens": 2}], strict=True)
+    ]
+    with making(True, rules=make_rules(max_tokens=14), length=1) as parts:
+        waves = in_waves(parts, starts, TokenLedger())
+        found = parts.background.begin(starts, SAMPLING).wait()
+    sys.path.remove(folder)
+    return [[len(made[n].facts["turns"]) for n in range(2)] for made in (waves, found)]
+
+
+def test_a_rows_own_length_decides_whether_another_turn_fits(user_module):
+    """4 tokens are asked, and each turn of one token is followed by 3: a turn of 8 fits behind 4 tokens of 14 alone."""
+    (found,) = run_ranks(1, turns_with_little_room, str(user_module("talking_users", USERS)))
+    assert found == [[1, 3], [1, 3]]

@@ -17,6 +17,7 @@ from shardproof.rollout.engine import Sampling
 from shardproof.rollout.paged.blocks import BLOCK
 from shardproof.rollout.paged.model_step import attend_plain
 from shardproof.rollout.paged.slots import Slots
+from shardproof.rollout.shaping import sorted_threshold
 
 
 @dataclass
@@ -196,10 +197,28 @@ def _recorded(
     return after
 
 
+def threshold_problem(size: int, temperature: float, device: torch.device) -> str | None:
+    """What is wrong with the lowest logits that top_k and top_p keep: equal ones, ruled out ones, a row that keeps all."""
+    from shardproof.rollout.paged.truncation_kernels import threshold
+
+    torch.manual_seed(2)
+    scores = 3 * torch.randn(4, size)
+    scores[1] = scores[1].bfloat16().float() - 40
+    scores[1:3, size // 2 :] = float("-inf")
+    top_k, top_p = torch.tensor([size // 3, 7, 2**30, 2**30]), torch.tensor([2.0, 0.6, 0.95, 2.0])
+    given = (scores.to(device), top_k.to(device), top_p.to(device), temperature)
+    found, wanted = threshold(*given).cpu(), sorted_threshold(scores, top_k, top_p, temperature)
+    kept = (scores >= wanted) & scores.isfinite()
+    if not torch.equal((scores >= found) & scores.isfinite(), kept):
+        return f"{found[:, 0].tolist()} instead of {wanted[:, 0].tolist()}"
+    return None
+
+
 DRAWS: dict[str, Callable[[torch.dtype, torch.device], str | None]] = {
     "a small vocabulary": lambda *on: draw_problem(3, 20, 1.0, *on),
     "several chunks of a vocabulary": lambda *on: draw_problem(4, 9001, 0.7, *on),
     "most tokens ruled out": lambda *on: draw_problem(2, 9001, 1.3, *on, ruled_out=True),
+    "thresholds": lambda dtype, device: threshold_problem(5001, 1.3, device),
 }
 
 

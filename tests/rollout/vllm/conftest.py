@@ -6,11 +6,15 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 # vLLM's own oneDNN dies of AVX512-FP16 instructions on machines where torch's does not; bf16 needs none of them.
 os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE_BF16"
 
 import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
+from tokenizers import models as models_of_tokens
+from transformers import PreTrainedTokenizerFast
 
 from shardproof.rollout.vllm_server import Served, VllmServer, VllmSettings
 from tests.models import make_checkpoint
@@ -36,7 +40,17 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     # Defaults that would change every completion, were they used.
     defaults = {"eos_token_id": list(range(128)), "temperature": 0.01, "top_k": 1, "repetition_penalty": 3.0}
     Path(folders["moe"], "generation_config.json").write_text(json.dumps({**defaults, "do_sample": True}))
+    tokenizer().save_pretrained(folders["tied"])
     return folders
+
+
+def tokenizer() -> Any:
+    """Of the first 128 bytes: stop strings go across its tokens, and characters of several bytes are never complete."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())[:127]
+    made = Tokenizer(models_of_tokens.BPE({letter: number for number, letter in enumerate(letters)}, []))
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens([AddedToken("<end>", special=True)])
+    return PreTrainedTokenizerFast(tokenizer_object=made)
 
 
 @pytest.fixture(scope="session")
@@ -46,7 +60,7 @@ def shared_server(models: dict[str, str], tmp_path_factory: pytest.TempPathFacto
     # Blocks as short as the tests' prompts, so that some are cached.
     args = ["--load-format", "auto", "--block-size", "32"]
     settings = VllmSettings(mode="server", max_model_len=128, args=args, log=str(log))
-    server = VllmServer(settings, Served(Path(models["tied"]), "float32", "cpu"))
+    server = VllmServer(settings, Served(Path(models["tied"]), "float32", "cpu", finds_strings=True))
     try:
         server.ensure_up()
         yield server

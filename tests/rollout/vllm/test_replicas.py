@@ -197,10 +197,18 @@ class Story:
                 transfer(replace(payload, update=update), deadline)
 
             delivery.transfer = spoiled
+            replicas = self.engine.replicas
+            say_out = replicas._say_out
+
+            def noted(replica: Any, finding: Any) -> Any:
+                # Here, because a replica that is back has no problem, and that may be at once.
+                self.found.setdefault("problem", finding.message)
+                return say_out(replica, finding)
+
+            replicas._say_out = noted
 
         self.on_rank_0(spoil)
         self.update()
-        self.on_rank_0(lambda: self.found.update(problem=self.engine.replicas.all[1].problem))
         self.until_all_serve()
         found = answers(begin(self.engine, 12, SHORT))
         while by_replica(found) != {"0", "1"}:  # this rank looks at replicas that are out now and then

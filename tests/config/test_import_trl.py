@@ -1,0 +1,156 @@
+"""What single settings of TRL's configs become, and that none is dropped without a word."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+
+import pytest
+
+from shardproof.cli.import_config import told
+from shardproof.config.imported.convert import import_config
+from tests.config.test_import_config import imported
+
+SAMPLED = {"num_generations": 8, "max_steps": 40, "dataset_name": "org/data"}
+GIVEN = {"max_steps": 40, "dataset_name": "org/data"}
+VLLM = {**SAMPLED, "use_vllm": True}
+EVALUATED = {**SAMPLED, "eval_strategy": "steps"}
+
+
+def made_of(tmp_path, trainer, settings, ranks=1):
+    return imported(tmp_path, json.dumps(settings), name="config.json", trainer=trainer, ranks=ranks)
+
+
+VALUES = [
+    # Each loss has its own mean also where rewards are normalised one by one.
+    ("grpo", {**SAMPLED, "multi_objective_aggregation": "normalize_then_sum"}, {"algorithm.aggregation": "token_mean"}),
+    ("grpo", {**SAMPLED, "multi_objective_aggregation": "normalize_then_sum", "loss_type": "sapo"},
+     {"algorithm.surrogate": "sapo", "algorithm.aggregation": "sequence_mean"}),
+    # TRL's level is 'token' unless the config says otherwise, also for luspo.
+    ("grpo", {**SAMPLED, "loss_type": "luspo"}, {"algorithm.ratio": "token"}),
+    ("grpo", {**SAMPLED, "loss_type": "sapo", "epsilon": 0.3}, {"algorithm.clip_low": None}),
+    ("grpo", {**VLLM, "vllm_importance_sampling_clip_max": None}, {"algorithm.mis_cap": 1e6}),
+    ("grpo", {**VLLM, "vllm_mode": "server", "vllm_server_port": 9000}, {"rollout.vllm.url": "http://localhost:9000"}),
+    # Evaluations: as often as lines are logged, with as many completions as training has, on all rows.
+    ("grpo", EVALUATED, {"output.eval_every": 10, "output.eval_samples": 8, "output.eval_prompts": 2**20}),
+    ("grpo", {**EVALUATED, "eval_steps": 0.25}, {"output.eval_every": 10}),
+    ("grpo", {**SAMPLED, "save_steps": 0.1}, {"output.save_every": 4}),
+    ("grpo", {**SAMPLED, "project": "mine", "report_to": ["wandb"]}, {"output.project": "mine", "output.trackers": ["wandb"]}),
+    ("grpo", {**SAMPLED, "lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": '{"min_lr_rate": 0.1}'},
+     {"optimizer.final_ratio": 0.1}),
+    ("grpo", {**SAMPLED, "model_init_kwargs": {"dtype": "bfloat16"}}, {"model.param_dtype": "bfloat16"}),
+    ("grpo", {**SAMPLED, "optim": "adamw_torch_8bit"}, {"optimizer.name": "adamw_8bit"}),
+    ("grpo", {**SAMPLED, "use_peft": False, "lora_r": 16}, {"model.lora.r": None}),
+    ("grpo", {**SAMPLED, "use_peft": True, "lora_target_modules": ["all-linear"]}, {"model.lora.target_modules": "all-linear"}),
+    ("grpo", {**SAMPLED, "reward_model_name_or_path": "judge", "reward_funcs": ["lib.style"], "reward_weights": [0.3, 0.7]},
+     {"reward.models": [{"path": "judge", "weight": 0.3}],
+      "reward.functions": [{"name": "lib:style", "signature": "trl", "weight": 0.7}]}),
+    ("sft", {**GIVEN, "max_length": None}, {"data.max_length": None, "data.on_max_length": None}),
+    ("dpo", GIVEN, {"data.max_length": 1024, "data.on_max_length": "truncate"}),
+    ("reward", GIVEN, {"data.max_length": 1024, "data.on_max_length": "drop"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("trainer", "settings", "expected"), VALUES)
+def test_settings_become_what_trl_does_with_them(tmp_path, trainer, settings, expected):
+    made = made_of(tmp_path, trainer, settings)
+    assert made.problem is None
+    assert {key: made.draft.values.get(key) for key in expected} == expected
+
+
+GAPS = [
+    ("grpo", {**SAMPLED, "lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"num_cycles": 2}}, "num_cycles=2"),
+    ("grpo", {**SAMPLED, "optim": "adamw_torch_4bit"}, "optim='adamw_torch_4bit'"),
+    ("grpo", {**SAMPLED, "report_to": ["wandb", "comet_ml"]}, "report_to='comet_ml'"),
+    ("grpo", {**SAMPLED, "save_strategy": "best"}, "save_strategy='best'"),
+    ("grpo", {**SAMPLED, "use_adaptive_entropy": True, "entropy_coef_max": 0.1}, "entropy_coef_max=0.1"),
+    ("grpo", {**VLLM, "vllm_importance_sampling_clip_min": 0.5}, "clip_min=0.5"),
+    ("grpo", {**SAMPLED, "use_peft": True}, "lora_dropout=0.05"),
+    ("grpo", {**SAMPLED, "use_peft": True, "load_in_4bit": True, "bnb_4bit_quant_type": "fp4"}, "quant_type='fp4'"),
+    ("sft", {**GIVEN, "packing": True}, "packing=True"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("trainer", "settings", "gap"), GAPS)
+def test_what_has_no_counterpart_is_named(tmp_path, trainer, settings, gap):
+    assert any(gap in each for each in made_of(tmp_path, trainer, settings).draft.gaps)
+
+
+ASKED = [
+    ("grpo", {**SAMPLED, "eval_strategy": "epoch"}, "output.eval_every"),
+    ("grpo", {**SAMPLED, "save_strategy": "epoch"}, "output.save_every"),
+    ("grpo", {**SAMPLED, "push_to_hub": True, "hub_model_id": "name"}, "output.push_to_hub"),
+    ("grpo", {**SAMPLED, "use_peft": True}, "model.lora.target_modules"),
+    ("sft", GIVEN, "data.messages_column"),
+]
+
+
+@pytest.mark.parametrize(("trainer", "settings", "key"), ASKED)
+def test_what_a_config_cannot_say_is_asked_for(tmp_path, trainer, settings, key):
+    made = made_of(tmp_path, trainer, settings)
+    assert key in made.draft.to_fill and made.problem is None
+
+
+def other_value(field, default):
+    """A value of a setting that is not its default."""
+    if isinstance(default, bool):
+        return not default
+    if isinstance(default, int | float):
+        return default + 1 if default >= 0 else 3
+    if isinstance(default, list):
+        return ["x"]
+    kind = str(field.type)
+    for name, value in (("bool", True), ("int", 3), ("float", 0.5), ("dict", {"a": 1}), ("list", ["x"])):
+        if default is None and name in kind:
+            return value
+    return "other"
+
+
+@pytest.mark.parametrize("trainer", ["grpo", "rloo", "dpo", "kto", "reward", "sft"])
+def test_no_setting_of_trl_is_dropped_without_a_word(tmp_path, trainer):
+    """Every setting, with another value than its default, is behind a value of the recipe, or is told about."""
+    import trl
+    from trl import ModelConfig, ScriptArguments
+
+    kind = getattr(trl, f"{ {'reward': 'Reward'}.get(trainer, trainer.upper()) }Config")
+    read = {  # settings that only some values may have
+        "max_steps": 40, "warmup_steps": 5, "adam_beta1": 0.8, "adam_beta2": 0.9, "label_smoothing": 0.1,
+        "max_grad_norm": 0.5, "top_p": 0.9, "dtype": "bfloat16", "report_to": "wandb", "reward_clip_range": [-1, 1],
+        "delta": 4.0, "vllm_gpu_memory_utilization": 0.5, "loss_type": "dapo" if trainer == "grpo" else None,
+        "num_train_epochs": 2.0, "multi_objective_aggregation": None, "vllm_importance_sampling_cap": None,
+        "learning_rate": 1e-4, "optim": "muon", "hub_model_id": "me/x",
+    }  # fmt: skip
+    written = {}
+    for each in (kind, ModelConfig, ScriptArguments):
+        for field in dataclasses.fields(each):
+            made = field.default_factory is not dataclasses.MISSING
+            default = field.default_factory() if made else field.default
+            written[field.name] = read.get(field.name, other_value(field, default))
+    written = {key: value for key, value in written.items() if value is not None}
+    made = made_of(tmp_path, trainer, written)
+    lines = [*told(made, None), *made.draft.origins.values(), *made.draft.to_fill.values()]
+    unnamed = [key for key in written if not re.search(rf"\b{key}\b", "\n".join(lines))]
+    assert set(unnamed) <= {"vllm_server_base_url", "vllm_server_host", "vllm_server_port"}, unnamed
+
+
+@pytest.mark.parametrize(
+    ("settings", "trainer"),
+    [
+        ({"loss_type": "sigmoid", "beta": 0.1}, "dpo"),
+        ({"loss_type": ["sigmoid", "sft"], "precompute_ref_log_probs": True}, "dpo"),
+        ({"loss_type": "dft", "packing": True}, "sft"),
+        ({"loss_type": "kto", "precompute_ref_log_probs": True}, "kto"),
+        ({"loss_type": "dr_grpo"}, "grpo"),
+        ({"num_generations": 4, "reward_clip_range": [-1, 1]}, "rloo"),
+        ({"num_generations": 4, "deepspeed": {"zero": 3}, "env": {"A": "b"}}, "grpo"),
+    ],
+)
+def test_a_trainer_is_told_by_its_settings_and_losses(tmp_path, settings, trainer):
+    assert imported(tmp_path, json.dumps(settings), name="config.json").trainer == trainer
+
+
+def test_settings_that_change_nothing_are_listed(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**SAMPLED, "vespo_k_pos": 3.0, "num_iterations": 1, "beta": 0.1}))
+    assert import_config(path).draft.idle == ["num_generations", "vespo_k_pos", "num_iterations"]

@@ -1,0 +1,107 @@
+"""verl's settings, of its configs today and before, become what verl does with them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from shardproof.errors import ConfigError
+from tests.config.test_import_config import imported
+
+SMALL = {
+    "algorithm.adv_estimator": "grpo",
+    "data.train_files": "a.parquet",
+    "data.val_files": ["b.parquet", "c.parquet"],
+    "data.train_batch_size": 32,
+    "data.max_response_length": 1000,
+    "trainer.total_training_steps": 20,
+    "trainer.test_freq": 5,
+    "actor_rollout_ref.actor.ppo_mini_batch_size": 16,
+    "actor_rollout_ref.rollout.n": 4,
+}
+ACTOR, ROLLOUT, CORRECTION = (
+    "actor_rollout_ref.actor",
+    "actor_rollout_ref.rollout",
+    "algorithm.rollout_correction",
+)
+
+
+def made_of(tmp_path, settings):
+    given = (f"{key}={json.dumps(value)}" for key, value in (SMALL | settings).items())
+    made = imported(tmp_path, "{}", *given)
+    assert made.problem is None, made.problem
+    return made
+
+
+VALUES = [
+    # A ratio is never below 0, so a bound below that is none.
+    ({f"{ACTOR}.policy_loss.loss_mode": "cispo", f"{ACTOR}.clip_ratio_low": 10.0}, {"algorithm.clip_low": 1.0}),
+    ({f"{ACTOR}.policy_loss.loss_mode": "sapo", f"{ACTOR}.tau_neg": 1.2},
+     {"algorithm.sapo_temperature_neg": 1.2, "algorithm.aggregation": "sequence_mean"}),
+    ({f"{CORRECTION}.rollout_is": "token", f"{CORRECTION}.rollout_is_threshold": "0.5_4.0"},
+     {"algorithm.correction": "icepop", "algorithm.icepop_bounds": [0.5, 4.0]}),
+    ({f"{CORRECTION}.rollout_is": "token", f"{CORRECTION}.rollout_is_threshold": 3.0},
+     {"algorithm.correction": "tis", "algorithm.tis_cap": 3.0}),
+    ({f"{CORRECTION}.rollout_is": "token", f"{CORRECTION}.bypass_mode": True},
+     {"algorithm.correction": "none", "algorithm.trust_region": "behaviour", "algorithm.tis_cap": None}),
+    # The value of k3 with the gradient of k2 trains as k2.
+    ({f"{ACTOR}.use_kl_loss": True, f"{ACTOR}.kl_loss_type": "k3+"}, {"algorithm.kl_estimator": "k2"}),
+    ({"reward.reward_kwargs.overlong_buffer_cfg": {"enable": True, "len": 200}}, {"algorithm.overlong_from": 800}),
+    ({"reward.custom_reward_function": {"path": "lib/score.py", "name": "f"}},
+     {"reward.functions": [{"name": "score:f", "signature": "verl"}]}),
+    ({"reward.reward_model": {"enable": True, "model_path": "org/judge"}}, {"reward.models": [{"path": "org/judge"}]}),
+    ({f"{ACTOR}.fsdp_config": {"model_dtype": "bf16", "ulysses_sequence_parallel_size": 2}},
+     {"model.param_dtype": "bfloat16", "model.sequence_parallel": 2}),
+    ({f"{ACTOR}.fsdp_config.fsdp_size": 8, "trainer.nnodes": 2}, {"model.replicate": 2}),
+    ({f"{ACTOR}.optim": {"clip_grad": 0.5, "optimizer": "AdamW8bit"}, f"{ACTOR}.grad_clip": 1.0},
+     {"optimizer.max_grad_norm": 0.5, "optimizer.name": "adamw_8bit"}),
+    ({f"{ROLLOUT}.enable_rollout_routing_replay": True}, {"rollout.replay_experts": True}),
+    ({"algorithm.adv_estimator": "gae", "critic.model.lora_rank": 8}, {"critic.lora.r": 8}),
+    ({"trainer.test_freq": -1}, {"output.eval_every": 0, "evaluation.sets": None}),
+    ({}, {"output.eval_prompts": 2**20}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("settings", "expected"), VALUES)
+def test_settings_become_what_verl_does_with_them(tmp_path, settings, expected):
+    values = made_of(tmp_path, settings).draft.values
+    assert {key: values.get(key) for key in expected} == expected
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {f"{CORRECTION}.rollout_is": "sequence"},
+        {f"{CORRECTION}.rollout_rs": "token_k1"},
+        {f"{ACTOR}.loss_agg_mode": "token-sum"},
+        {f"{ACTOR}.loss_agg_mode": "seq-mean-token-sum-norm", f"{ACTOR}.loss_scale_factor": 4096},
+        {f"{ACTOR}.optim.lr_scheduler_type": "linear"},
+        {f"{ACTOR}.optim.optimizer": "Lion"},
+        {f"{ROLLOUT}.do_sample": False},
+        {f"{ROLLOUT}.multi_turn.enable": True},
+        {"actor_rollout_ref.model.lora_rank": 8, "actor_rollout_ref.model.exclude_modules": ".*visual.*"},
+        {"data.train_max_samples": 100},
+        {"reward.reward_manager.name": "gdpo"},
+        {"distillation.enabled": True},
+        {"trainer.v1.trainer_mode": "separate_async"},
+    ],
+)
+def test_what_has_no_counterpart_is_named(tmp_path, settings):
+    last = list(settings)[-1]
+    assert any(gap.startswith(f"{last}=") for gap in made_of(tmp_path, settings).draft.gaps)
+
+
+def test_what_is_switched_off_is_not_missed(tmp_path):
+    off = {"actor_rollout_ref.model.mtp": {"enable": False, "method": "x"}, "transfer_queue.enable": False}
+    made = made_of(tmp_path, off)
+    assert (
+        made.draft.gaps == {} and made.draft.unneeded["actor_rollout_ref.model.mtp.method"] == "switched off"
+    )
+
+
+def test_a_config_of_the_sft_trainer_is_not_taken_for_one_of_rl(tmp_path):
+    with pytest.raises(ConfigError, match="of verl's or SkyRL's SFT trainer"):
+        imported(
+            tmp_path, "{data: {train_files: a}, model: {path: b}, optim: {lr: 1}, trainer: {total_epochs: 2}}"
+        )

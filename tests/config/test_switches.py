@@ -1,0 +1,159 @@
+"""Switches of algorithms: what names and presets stand for, that each can be set alone, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from shardproof.config.algorithms import PER_COMPLETION, SPECS
+from shardproof.config.defaults import differences_from_defaults
+from shardproof.config.load import from_json, load_recipe, to_json
+from shardproof.config.schema import Algorithm
+from shardproof.config.switches import SWITCHES
+from shardproof.errors import ConfigError
+from tests.rl.runs import TINY
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+SAMPLING = [name for name, spec in SPECS.items() if spec.samples]
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, {"aggregation": "sequence_mean", "scale": "population", "scale_eps": 1e-4, "clip_high": 0.2}),
+        ({"preset": "trl"}, {"aggregation": "sequence_mean", "scale": "sample", "kl_ratio_correction": True}),
+        ({"preset": "verl"}, {"aggregation": "token_mean", "scale_eps": 1e-6, "dual_clip": 3.0}),
+        ({"name": "rloo", "preset": "trl"}, {"ratio": "product", "kl_in": "reward", "kl_estimator": "k1"}),
+        ({"name": "rloo", "preset": "trl", "kl_in": "loss"}, {"kl_estimator": "k3"}),
+        ({"name": "gspo", "preset": "trl"}, {"ratio": "sequence", "clip_low": 3e-4, "clip_high": 4e-4}),
+        ({"name": "dapo"}, {"clip_high": 0.28, "dynamic_sampling": True, "dual_clip": 0.0}),
+        ({"name": "dapo", "preset": "trl"}, {"clip_high": 0.2, "dynamic_sampling": False}),
+        ({"name": "cispo"}, {"surrogate": "cispo", "clip_low": 1.0, "clip_high": 0.28}),
+        ({"name": "cispo", "preset": "verl"}, {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 0.0}),
+        ({"name": "ppo", "preset": "verl"}, {"value_clip": 0.5, "gae_lambda": 1.0, "scale": "sample"}),
+        ({"name": "ppo", "preset": "verl", "value_clip": None}, {"value_clip": None}),
+        ({"clip_low": 0.1}, {"clip_high": 0.1}),
+        ({"baseline": "off"}, {"scale_over": "tokens"}),
+        ({"compared_over": "batch"}, {"scale_over": "batch"}),
+        ({"preset": "verl", "surrogate": "cispo"}, {"dual_clip": 0.0}),
+        ({"name": "dapo", "surrogate": "sapo"}, {"clip_low": 0.2, "clip_high": 0.2}),
+        ({"name": "gspo", "preset": "trl", "surrogate": "kl_cov"}, {"ratio": "token", "clip_low": 0.2}),
+        ({"name": "rloo", "preset": "trl", "surrogate": "clip_cov"}, {"ratio": "token"}),
+        ({"name": "my:Own"}, dict.fromkeys(SWITCHES)),
+        ({"name": "sft"}, dict.fromkeys(SWITCHES)),
+    ],
+)
+def test_a_name_and_a_preset_stand_for_values(given, expected):
+    settings = Algorithm(**given)
+    assert {key: getattr(settings, key) for key in expected} == expected
+    assert Algorithm(**settings.model_dump()) == settings
+
+
+@pytest.mark.parametrize("name", SAMPLING)
+@pytest.mark.parametrize(
+    "given",
+    [
+        *({"aggregation": how} for how in ("token_mean", "sequence_mean", "sequence_sum", "constant")),
+        *({"scale": scale} for scale in ("off", "sample", "population")),
+        *({"surrogate": each} for each in ("clip", "cispo", "sapo", "clip_cov", "kl_cov")),
+        {"clip_low": 0.1, "clip_high": 0.3},
+        {"ratio": "sequence"},
+        {"baseline": "leave_one_out"},
+        {"baseline": "greedy"},
+    ],
+    ids=str,
+)
+def test_each_switch_can_be_set_alone(name, given):
+    key = next(iter(given))
+    refused = {
+        "clip_low": ("sapo", "kl_cov"),
+        "ratio": ("clip_cov", "kl_cov"),
+        "baseline": ("ppo",),
+    }.get(key, ())
+    if name in refused:
+        with pytest.raises(ValidationError, match=key):
+            Algorithm(name=name, **given)
+    else:
+        assert getattr(Algorithm(name=name, **given), key) == given[key]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"name": "ppo", "baseline": "mean"}, "ppo's baseline is its critic"),
+        ({"baseline": "critic"}, "baseline='critic' is for name='ppo'"),
+        ({"baseline": "off", "scale_over": "group"}, "scale_over='group' with baseline='off'"),
+        ({"baseline": "greedy", "compared_over": "batch"}, "compared_over='batch' is for baseline='mean'"),
+        ({"compared_over": "batch", "scale_over": "group"}, "divided by nothing"),
+        ({"dual_clip": 1.1}, "dual_clip=1.1 must be above 1 + clip_high, which is 1.2"),
+        ({"name": "cispo", "dual_clip": 3.0}, "dual_clip is for surrogate='clip'"),
+        ({"name": "kl_cov", "ratio": "sequence"}, "needs ratio='token'"),
+        ({"name": "sapo", "clip_high": 0.3}, "has no clip"),
+        ({"name": "dapo", "surrogate": "sapo", "clip_high": 0.28}, "has no clip"),
+        ({"name": "gspo", "surrogate": "clip_cov", "ratio": "sequence"}, "needs ratio='token'"),
+        ({"sapo_temperature_pos": 2.0}, "sapo_temperature_pos is for surrogate='sapo'"),
+        ({"name": "kl_cov", "cov_bounds": (0.5, 1.0)}, "cov_bounds is for surrogate='clip_cov'"),
+        ({"name": "clip_cov", "cov_bounds": (2.0, 1.0)}, "the first must be below the second"),
+        ({"name": "sft", "ratio": "token"}, "ratio is for algorithms that sample"),
+        ({"name": "luspo", "preset": "verl"}, "verl has no luspo"),
+        ({"name": "remax", "preset": "trl"}, "TRL has no remax"),
+        ({"name": "my:Own", "preset": "trl"}, "has no presets"),
+        ({"scale_eps": 0.0}, "greater than 0"),
+        ({"dual_clip": -1.0}, "greater than or equal to 0"),
+    ],
+)
+def test_what_does_not_go_together_is_refused_by_name(given, said):
+    with pytest.raises(ValidationError) as caught:
+        Algorithm(**given)
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["rollout.group_size=1"], "compares completions of one prompt"),
+        (["algorithm.credit=turn", "algorithm.compared_over=batch"], "algorithm.credit='turn'"),
+    ],
+)
+def test_a_recipe_is_held_to_its_switches(overrides, said):
+    with pytest.raises((ConfigError, ValidationError)) as caught:
+        load_recipe(TINY, overrides)
+    assert said in str(caught.value)
+
+
+def test_one_completion_per_prompt_is_enough_where_the_batch_is_compared():
+    load_recipe(TINY, ["rollout.group_size=1", "algorithm.compared_over=batch"])
+    load_recipe(TINY, ["rollout.group_size=1", "algorithm.baseline=greedy"])
+
+
+def test_a_recorded_recipe_has_the_values_and_shows_what_differs_from_its_preset():
+    recipe = load_recipe(TINY, ["algorithm.name=rloo", "algorithm.preset=verl", "algorithm.scale=sample"])
+    assert from_json(to_json(recipe)) == recipe
+    changed = {key for key in differences_from_defaults(recipe) if key.startswith("algorithm.")}
+    assert changed == {"algorithm.name", "algorithm.preset", "algorithm.scale"}
+
+
+def table_row(name, preset):
+    """A row of docs/presets.md."""
+    s = Algorithm(name=name, preset=preset)
+    over = f"{s.baseline}, {s.compared_over}" if s.baseline in PER_COMPLETION else s.baseline
+    scale = "off" if s.scale == "off" else f"{s.scale}, {s.scale_over}, {s.scale_eps:g}"
+    clip = "-" if s.surrogate in ("sapo", "kl_cov") else f"{s.clip_low:g}, {s.clip_high:g}"
+    cells = [over, scale, s.ratio, s.surrogate, clip, f"{s.dual_clip:g}", s.aggregation]
+    return f"| `{name}` | {preset or ''} | {' | '.join(cells)} |"
+
+
+def test_the_page_says_what_names_stand_for():
+    page = (DOCS / "presets.md").read_text()
+    shown = page.partition("## What names stand for")[2].partition("## Surrogates")[0]
+    rows = [line for line in shown.splitlines() if line.startswith("| `")]
+    assert rows == [
+        table_row(name, preset)
+        for name in SAMPLING
+        if not SPECS[name].has_teacher
+        for preset in (None, "trl", "verl")
+        if preset is None or getattr(SPECS[name], preset) is not None
+    ]
+    assert all(f"`{key}`" in page for key in SWITCHES)

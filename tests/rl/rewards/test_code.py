@@ -1,0 +1,179 @@
+"""The reward `code`: programs that are right, wrong, endless and sly, in the real sandbox."""
+
+import asyncio
+
+import pytest
+
+from shardproof.environments import sandbox_child
+from shardproof.errors import ConfigError
+from shardproof.rl.rewards.code import program_of
+from shardproof.rl.rewards.functions import find_reward, row_problem
+from shardproof.rl.rewards.runner import RewardRunner
+from shardproof.rl.rewards.specs import RewardSpec
+
+DOUBLE = [
+    {"input": "3\n", "output": "6\n"},
+    {"input": "-4", "output": "-8"},
+    {"input": "x", "output": "error"},
+]
+
+
+def fenced(program):
+    return f"Let me see.\n```python\n{program}\n```\nThat is it."
+
+
+def scored(tests, *programs, **options):
+    function = find_reward(RewardSpec("code", options=options))
+
+    async def every():
+        samples = [[("", program, {"tests": tests})] for program in programs]
+        return [found[0] for found in await asyncio.gather(*map(function.later, samples))]
+
+    found = asyncio.run(every())
+    assert [each.error for each in found] == [None] * len(found)
+    return [each.value for each in found]
+
+
+def test_what_programs_print_is_compared_case_by_case():
+    programs = [
+        "print(int(input()) * 2)",
+        "import sys\nprint(2 * int(sys.stdin.buffer.read()), end='  \\n\\n')",
+        "n = int(open(0).read())\nprint(n * 2)\nraise SystemExit(1)",  # it did not end well
+        "print(6)",
+        "6",  # the value of a line is not printed
+        "import sys\nprint(6, file=sys.stderr)",
+        "def f(:",
+    ]
+    found = scored(DOUBLE, *map(fenced, programs), "print(int(input()) * 2)")
+    assert found == pytest.approx([2 / 3, 2 / 3, 0, 1 / 3, 0, 0, 0, 0])
+    assert scored(DOUBLE[:2], *map(fenced, programs[:1] + programs[3:4]), score="all") == [1.0, 0.0]
+    assert scored(DOUBLE, programs[0], fenced=False, max_tests=2) == [1.0]
+
+
+def test_tests_that_are_code_run_behind_the_program_each_on_its_own():
+    tests = ["assert f(1) == 2", "counter = f(2)\nassert counter == 3", "assert f(3) == 0"]
+    programs = [
+        "def f(x):\n    return x + 1",
+        "def f(x):\n    return x + 1\nif __name__ == '__main__':\n    raise ValueError",
+        "from dataclasses import dataclass\n@dataclass\nclass A:\n    x: 'int' = 1\ndef f(x):\n    return x + A().x",
+        "raise SystemExit(0)",
+        "import os\nos._exit(0)",
+        "print('passed')\nexit()",
+    ]
+    assert scored(tests, *map(fenced, programs)) == pytest.approx([2 / 3, 2 / 3, 2 / 3, 0, 0, 0])
+
+
+def test_a_function_is_called_by_name_alone_or_of_a_class():
+    tests = '{"fn_name": "add", "inputs": [[1, 2], [[1], [2]]], "outputs": [3, [[1, 2]]]}'
+    plain, method = (
+        "def add(a, b):\n    return a + b",
+        "class Solution:\n    def add(self, a, b):\n        return a + b",
+    )
+    assert scored(tests, fenced(plain), fenced(method), fenced("add = max")) == [1.0, 1.0, 0.0]
+
+
+def test_what_a_function_should_return_is_not_in_its_process():
+    tests = {"fn_name": "f", "inputs": [[1]], "outputs": [{"a": [2, None]}]}
+    right = "def f(x):\n    return {'a': (x + 1, None)}"
+    equal_to_all = (
+        "class A(dict):\n    def __eq__(self, other):\n        return True\ndef f(x):\n    return A()"
+    )
+    other_json = "import json\njson.loads = lambda text: [1]\njson.dumps = lambda found: '[1]'\ndef f(x):\n    return 1"
+    deep = "import os\nos.write(1, b'[' * 400_000)\ndef f(x):\n    import json\n    json.dumps = lambda x: '[' * 400_000"
+    programs = (right, equal_to_all, other_json, deep)
+    assert scored(tests, *map(fenced, programs)) == [1.0, 0.0, 0.0, 0.0]
+    looked = """
+import re, sys
+frame, seen = sys._getframe(), ""
+while frame:
+    seen += str(frame.f_code.co_consts) + str(frame.f_locals)
+    frame = frame.f_back
+def f(x):
+    return re.search("told-[0-9]+|$", seen)[0]
+"""
+    told = {"fn_name": "f", "inputs": [["told-12"], ["x"]], "outputs": ["told-12", "told-34"]}
+    assert scored(told, fenced(looked)) == [0.5]  # arguments are there, what is expected is not
+
+
+def test_no_exit_status_of_a_program_passes_for_a_failure_of_the_sandbox():
+    tests, codes = [{"input": "", "output": "1"}], (sandbox_child.FAILED, 1, 255)
+    assert (
+        scored(tests, *[fenced(f"print(1, flush=True)\nraise SystemExit({code})") for code in codes])
+        == [0.0] * 3
+    )
+    assert scored(["assert True"], fenced(f"import os\nos._exit({sandbox_child.FAILED})")) == [0.0]
+
+
+def test_an_endless_program_is_wrong_and_not_a_failure():
+    tests = [{"input": "", "output": "1"}, {"input": "", "output": "1"}]
+    endless, sometimes = "while True: pass", "import time\ntime.sleep(1000)"
+    assert scored(tests, fenced(endless), fenced(sometimes), timeout_s=0.5) == [0.0, 0.0]
+    assert scored(tests, fenced(endless), timeout_s=60, total_s=0.5) == [0.0]
+
+
+def test_a_program_has_no_network_no_files_of_others_and_little_memory(tmp_path):
+    (tmp_path / "secret").write_text("1")
+    tests = [{"input": "", "output": "1"}]
+    programs = [
+        f"print(open({str(tmp_path / 'secret')!r}).read())",
+        "import socket\nsocket.create_connection(('127.0.0.1', 80))\nprint(1)",
+        "import os\nos.fork()\nprint(1)",
+        "x = bytearray(10**9)\nprint(1)",
+    ]
+    assert scored(tests, *map(fenced, programs), memory_mb=256) == [0.0] * 4
+
+
+def test_the_last_block_of_python_is_the_program():
+    assert program_of("```py\na\n```\n```json\n{}\n```\n```\nb\n```") == "b\n"
+    assert program_of("```json\n{}\n```") is None and program_of("```python\nnot closed") is None
+    assert program_of("") is None and program_of("``````\n```") is None
+
+
+@pytest.mark.parametrize(
+    ("tests", "said"),
+    [
+        (None, "has no 'tests'"),
+        ([], "is empty"),
+        ("", "expected code or input and output"),
+        ("[1, 2", "is not valid JSON"),
+        ([{"input": "1"}], "holds dict"),
+        ([3], "holds int"),
+        ({"fn_name": "f", "inputs": ["[1]"], "outputs": [1]}, "an 'input' that is no list of arguments"),
+        ({"inputs": [1], "outputs": []}, "has not as many 'outputs' as 'inputs'"),
+    ],
+)
+def test_rows_without_tests_are_refused(tests, said):
+    assert said in row_problem("code", {} if tests is None else {"tests": tests})
+
+
+def test_rows_as_other_data_sets_have_them():
+    for tests in (
+        ["assert f(1) == 2"],
+        "assert f(1) == 2",
+        '[{"input": "1", "output": "2"}]',
+        {"language": "python", "test_cases": [{"input": "1", "output": "2", "type": "stdin_stdout"}]},
+        {"inputs": [["1", "2"]], "outputs": ["3"]},
+    ):
+        assert row_problem("code", {"tests": tests}) is None
+    assert row_problem(RewardSpec("code", options={"column": "checks"}), {"checks": "assert True"}) is None
+
+
+def test_a_machine_that_cannot_limit_code_is_named_before_the_first_step(monkeypatch):
+    monkeypatch.setattr("shardproof.environments.sandbox.sys.platform", "darwin")
+    with pytest.raises(ConfigError, match="reward 'code' cannot be limited on this machine: it needs Linux"):
+        find_reward("code")
+
+
+def test_a_run_scores_programs_beside_others_and_nothing_is_left(nothing_left):
+    right, endless = fenced("print(int(input()) * 2)"), fenced("while True: pass")
+    samples = [
+        ("", said, {"tests": DOUBLE[:2], "completion_ids": [1]}) for said in (right, endless, "no program")
+    ]
+    specs = [RewardSpec("code", options={"timeout_s": 3.0}), RewardSpec("length", 0.5, options={"target": 1})]
+    # The program's own limits count, not that of a call.
+    with RewardRunner(specs, timeout_s=0.5) as runner:
+        scored = runner.score(samples)
+    assert [one.errors for one in scored] == [()] * 3
+    assert [one.total for one in scored] == [1.5, 0.5, 0.5]
+    assert [one.facts["code/timeouts"] for one in scored] == [0.0, 1.0, 0.0]
+    assert [one.facts["code/no_program"] for one in scored] == [0.0, 0.0, 1.0]

@@ -1,0 +1,64 @@
+"""Whole steps on two ranks with rewards that have nothing to say, several at once, and each normalised."""
+
+import json
+
+import pytest
+
+from tests.ranks import run_ranks
+from tests.rl.rewards.judge_server import JudgeServer
+from tests.rl.runs import lines, run_recipe, small_recipe, trajectory
+
+pytestmark = pytest.mark.distributed
+
+REWARDS = "tests.rl.user_rewards"
+ONE_STEP = ("train.steps=1", "output.eval_every=0", "output.save_model=false")
+
+
+def run(folder, functions, *overrides):
+    """The metrics of the only step."""
+    given = ", ".join(functions)
+    recipe = small_recipe(folder, *ONE_STEP, f"reward.functions=[{given}]", *overrides)
+    run_ranks(2, run_recipe, recipe)
+    return trajectory(folder)[-1]
+
+
+def test_completions_without_a_signal_are_left_out_and_counted(tmp_path):
+    name = f"{REWARDS}:silent_on_even_answers"
+    metrics = run(tmp_path, [f'{{name="{name}", label="odd"}}', '{name="numeric", weight=0}'])
+    num_silent = metrics["reward/silent"]
+    assert 0 < num_silent < 24 and metrics["reward/odd/no_signal"] == num_silent
+    assert metrics["reward/failed"] == metrics["reward/errors"] == 0
+    samples = lines(tmp_path / "samples.jsonl")
+    assert all("odd" in one["rewards"] or one.get("advantage", 0) == 0 for one in samples)
+    assert sum(one.get("no_signal") == ["odd"] for one in samples) > 0
+
+
+def test_a_batch_about_which_nobody_says_anything_changes_nothing_and_stops_nothing(tmp_path):
+    metrics = run(tmp_path, [f'{{name="{REWARDS}:silent"}}'])
+    assert metrics["reward/silent"] == 24 and metrics["reward/mean"] == 0.0
+    assert metrics["reward/failed"] == 0
+
+
+def test_gdpo_learns_from_each_reward_by_itself(tmp_path):
+    functions = ['{name="numeric"}', f'{{name="{REWARDS}:varied", label="varied", weight=0.5}}']
+    settings = ("reward.normalise=each", "algorithm.name=gdpo")
+    metrics = run(tmp_path, functions, *settings)
+    assert metrics["reward/mean"] == pytest.approx(metrics["reward/numeric"] + 0.5 * metrics["reward/varied"])
+    advantages = [one.get("advantage", 0) for one in lines(tmp_path / "samples.jsonl")]
+    assert any(advantages)
+
+
+def test_a_judge_a_program_and_a_format_score_one_run(tmp_path):
+    with JudgeServer() as server:
+        options = {"url": server.url, "model": "m", "prompt": "{completion} <<x>>"}
+        given = ", ".join(f"{key}={json.dumps(value)}" for key, value in options.items())
+        functions = [
+            f'{{name="judge", options={{{given}}}}}',
+            '{name="length", options={target=4}}',
+            '{name="length", label="short", options={limit=8, start=2}, weight=0.5}',
+        ]
+        metrics = run(tmp_path, functions)
+    assert metrics["reward/judge"] == pytest.approx(0.7)
+    assert 0 <= metrics["reward/judge/cached"] < 1 and metrics["reward/judge/tokens"] == 30
+    assert 0 <= metrics["reward/length"] <= 1 and -1 <= metrics["reward/short"] <= 0
+    assert [*(tmp_path / "judge").rglob("*.json")]

@@ -1,0 +1,193 @@
+"""Rows that are left out and why, pass rates, and what is said of the data before a run."""
+
+import json
+
+import pytest
+
+from shardproof.config.load import from_json, load_recipe
+from shardproof.errors import ConfigError
+from shardproof.rl.checks import check_inputs
+from shardproof.rl.sources.pass_rates import key_of, read_rates, write_rates
+from shardproof.rl.sources.streams import make_stream
+from shardproof.rl.sources.summary import histogram, spread, summarise, token_shower
+from tests.rl.chat.templates import make_tokenizer
+from tests.rl.runs import TINY, small_recipe, write_rows
+
+SUMS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(1, 5) for b in (1, 22, 333)]
+
+
+def read(tmp_path, *overrides, rows=SUMS):
+    source = write_rows(tmp_path / "sums.jsonl", rows)
+    # An override that names the source comes last, and wins.
+    recipe = from_json(small_recipe(tmp_path / "run", f"data.train={source}", *overrides))
+    return recipe, check_inputs(recipe)
+
+
+def refused(*args, **kwargs):
+    with pytest.raises(ConfigError) as caught:
+        read(*args, **kwargs)
+    return str(caught.value)
+
+
+def test_long_prompts_are_left_out_and_counted(tmp_path, caplog):
+    caplog.set_level("INFO")
+    limit = ("data.max_prompt_tokens=5", "data.evaluation=none", "output.eval_every=0")
+    assert "4 of 12 rows are too long" in refused(tmp_path, *limit)
+    _, inputs = read(tmp_path, *limit, "data.too_long=drop")
+    assert [prompt.number for prompt in inputs.prompts] == list(range(8))
+    assert inputs.dropped == {"data.train": {"longer than data.max_prompt_tokens=5": 4}}
+    assert "data.train: left out 4 of 12 rows: 4 longer than" in caplog.text
+    context = (
+        "rollout.max_new_tokens=59",
+        "data.too_long=drop",
+        "data.evaluation=none",
+        "output.eval_every=0",
+    )
+    _, inputs = read(tmp_path, *context)
+    assert inputs.dropped == {"data.train": {"too long for 64 positions": 4}}
+    none = refused(tmp_path, "data.max_prompt_tokens=1", "data.too_long=drop")
+    assert "left out 12 of 12 rows" in none and "none is left" in none
+
+
+@pytest.mark.parametrize("answer", [None, "", "  "])
+def test_rows_without_an_answer_are_left_out_and_counted(tmp_path, answer):
+    rows = [*SUMS[:3], {"prompt": "1+1=", "answer": answer}, {"prompt": "1+2="}]
+    assert "has no column 'answer'" in refused(tmp_path, rows=rows) or "answer" in refused(
+        tmp_path, rows=rows
+    )
+    _, inputs = read(tmp_path, "data.no_answer=drop", rows=rows)
+    assert (len(inputs.prompts), inputs.dropped) == (3, {"data.train": {"no answer": 2}})
+    assert "holds no rows but 2 without an answer" in refused(tmp_path, "data.no_answer=drop", rows=rows[3:])
+
+
+def test_prompts_are_chosen_by_their_pass_rates(tmp_path):
+    _, inputs = read(tmp_path)
+    path = tmp_path / "rates.jsonl"
+    write_rates(path, inputs.prompts, {n: (n % 5, 4) for n in range(12)})
+    between = (f"data.pass_rates={path}", "data.pass_rate_between=[0.25, 0.75]")
+    _, chosen = read(tmp_path, *between)
+    assert [prompt.text for prompt in chosen.prompts] == [
+        p.text for n, p in enumerate(inputs.prompts) if n % 5 in (1, 2, 3)
+    ]
+    assert chosen.dropped == {"data.train": {"with a pass rate outside 0.25 to 0.75": 5}}
+    # The order of the rows, and where they lie, does not matter.
+    _, other = read(tmp_path, *between, rows=SUMS[::-1])
+    assert {p.text for p in other.prompts} == {p.text for p in chosen.prompts}
+    more = [*SUMS, {"prompt": "9+9=", "answer": "18"}]
+    assert "lacks 1 of 13 prompts" in refused(tmp_path, *between, rows=more)
+    assert "knows none of the 1 prompts" in refused(tmp_path, *between, rows=more[-1:])
+    assert "no prompt has a pass rate from 0.9 to 0.95" in refused(
+        tmp_path, between[0], "data.pass_rate_between=[0.9, 0.95]"
+    )
+    recipe, known = read(tmp_path, between[0], "data.curriculum.easy=0", "data.curriculum.hard=0", rows=more)
+    assert list(known.rates) == [n % 5 / 4 for n in range(12)] + [None]
+    drawn = make_stream(recipe, known.prompts, known.sources, known.rates).take(7)
+    assert {n % 5 in (1, 2, 3) or n == 12 for n in drawn} == {True}
+
+
+def test_rows_that_nothing_judged_are_left_out_instead_of_asked_for_again(tmp_path):
+    data = write_rows(
+        tmp_path / "rows.jsonl", [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(3)]
+    )
+    settings = (f"data.train={data}", "data.evaluation=none", "output.eval_every=0")
+    path = tmp_path / "rates.jsonl"
+    write_rates(path, check_inputs(load_recipe(TINY, settings)).prompts, {0: (1, 4), 1: (0, 0), 2: (2, 4)})
+    between = (*settings, f"data.pass_rates={path}", "data.pass_rate_between=[0.1, 0.9]")
+    found = check_inputs(load_recipe(TINY, between))
+    assert [prompt.text for prompt in found.prompts] == ["0+1=", "2+1="]
+    assert found.dropped == {"data.train": {"that nothing judged when pass rates were measured": 1}}
+    known = check_inputs(load_recipe(TINY, between[:-1]))
+    assert list(known.rates) == [0.25, None, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ({"key": "a"}, "rates.jsonl:2 is no pass rate"),
+        ({"key": "a", "pass_rate": 1.5}, "the pass rate 1.5 is not between"),
+    ],
+)
+def test_a_file_that_holds_no_pass_rates_is_refused_by_line(tmp_path, line, said):
+    path = write_rows(tmp_path / "rates.jsonl", [{"key": "b", "pass_rate": 1}, line])
+    with pytest.raises(ConfigError, match=said):
+        read_rates(str(path))
+
+
+def test_weights_without_rows_take_no_part(tmp_path):
+    write_rows(tmp_path / "long.jsonl", [{"prompt": "1234+1234=", "answer": "2468"}])
+    sources = [{"source": str(tmp_path / name), "weight": 1.0} for name in ("sums.jsonl", "long.jsonl")]
+    tables = ", ".join(f'{{source = "{each["source"]}", weight = 1.0}}' for each in sources)
+    recipe, inputs = read(
+        tmp_path, f"data.train=[{tables}]", "data.too_long=drop", "data.max_prompt_tokens=6"
+    )
+    assert inputs.sources == {"sums": 12} and len(inputs.prompts) == 12
+    assert sorted(make_stream(recipe, inputs.prompts, inputs.sources).take(12)) == list(range(12))
+
+
+def test_a_rows_own_sampling_is_read_where_the_recipe_allows_it(tmp_path):
+    rows = [SUMS[0], {**SUMS[1], "sampling": {"top_k": 3}}, {**SUMS[2], "sampling": None}]
+    _, inputs = read(tmp_path, rows=rows)
+    assert [prompt.sampling for prompt in inputs.prompts] == [None, None, None]
+    _, inputs = read(tmp_path, 'rollout.row_overrides=["top_k"]', rows=rows)
+    assert [prompt.sampling for prompt in inputs.prompts] == [None, {"top_k": 3}, None]
+    said = refused(tmp_path, 'rollout.row_overrides=["min_p"]', rows=rows)
+    assert "sums.jsonl:2: column 'sampling': 'top_k' is not in rollout.row_overrides" in said
+
+
+def test_lengths_in_numbers():
+    assert spread([3]) == {"min": 3, "median": 3, "p95": 3, "max": 3}
+    assert spread(range(1, 101)) == {"min": 1, "median": 50.5, "p95": 95, "max": 100}
+    assert histogram([4, 4, 5, 6]) == [{"from": n, "to": n, "rows": r} for n, r in ((4, 2), (5, 1), (6, 1))]
+    bins = histogram([1, 100, 100, 57])
+    assert len(bins) <= 8 and sum(each["rows"] for each in bins) == 4
+    assert (bins[0]["from"], bins[-1]["to"]) == (1, 100)
+
+
+def test_the_summary_names_duplicates_and_prompts_that_are_in_both_sets(tmp_path):
+    held_out = write_rows(tmp_path / "held_out.jsonl", [SUMS[0], {"prompt": "7+7=", "answer": "14"}])
+    recipe, inputs = read(tmp_path, f"data.evaluation={held_out}", rows=[*SUMS, SUMS[3]])
+    facts = json.loads(json.dumps(summarise(recipe, inputs, "train", 2)))
+    assert facts["sets"]["train"]["duplicates"] == 1 and facts["sets"]["evaluation"]["duplicates"] == 0
+    assert facts["shared"] == [{"set": "evaluation", "rows": 1, "examples": ["1+1="]}]
+    assert facts["stop_tokens"] == [{"id": 1, "text": "<eos>", "special": True}]
+    assert [row["row"] for row in facts["shown"]] == make_stream(recipe, inputs.prompts, inputs.sources).take(
+        2
+    )
+    (sequence,) = facts["shown"][0]["sequences"]
+    assert "".join(token["text"] for token in sequence["tokens"]) == facts["shown"][0]["text"]
+    assert not any(token["trained"] for token in sequence["tokens"])
+    assert facts["sets"]["train"]["longest"] == 6 + recipe.rollout.max_new_tokens
+
+
+def test_a_part_of_a_letter_is_shown_by_its_bytes():
+    tokenizer = make_tokenizer("{{ messages }}")
+    show = token_shower(tokenizer)
+    tokens = tokenizer("aé 日", add_special_tokens=False)["input_ids"]
+    found = "".join(show(token)["text"] for token in tokens)
+    assert found == "a<C3><A9> <E6><97><A5>"
+    assert show(tokenizer.convert_tokens_to_ids("<|im_end|>"))["special"]
+
+
+def test_keys_of_prompts_tell_answers_apart(tmp_path):
+    _, inputs = read(tmp_path, rows=[SUMS[0], {**SUMS[0], "answer": "3"}, {**SUMS[0], "other": 1}])
+    keys = [key_of(prompt) for prompt in inputs.prompts]
+    assert keys[0] == keys[2] != keys[1]
+
+
+def test_paths_of_lists_are_found_beside_the_recipe(tmp_path):
+    (tmp_path / "rows").mkdir()
+    for name in ("a.jsonl", "b.jsonl"):
+        write_rows(tmp_path / "rows" / name, SUMS)
+    text = TINY.read_text().replace('"tiny/', f'"{TINY.parent}/tiny/')
+    text = text.replace(
+        f'train = "{TINY.parent}/tiny/train.jsonl"', 'train = ["rows/a.jsonl", "rows/b*.jsonl", "rows"]'
+    )
+    (tmp_path / "recipe.toml").write_text(text)
+    recipe = load_recipe(tmp_path / "recipe.toml")
+    assert [each.source for each in recipe.data.sources] == [
+        f"{tmp_path}/rows/a.jsonl",
+        f"{tmp_path}/rows/b*.jsonl",
+        f"{tmp_path}/rows",
+    ]
+    assert [each.name for each in recipe.data.sources] == ["a", "b*", "rows"]
+    assert len(check_inputs(recipe).prompts) == 48
