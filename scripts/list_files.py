@@ -19,6 +19,7 @@ ROOMS = (
     *(
         "",
         "config",
+        "config/imported",
         "report",
         "environments",
         "dist",
@@ -36,6 +37,8 @@ ROOMS = (
         "rl/chat",
         "rl/conversations",
         "rl/algorithms",
+        "rl/rewards",
+        "rl/sources",
         "rl/sizing",
         "doctor",
         "cli",

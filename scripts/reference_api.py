@@ -50,7 +50,7 @@ assert sp.attest(policy) == []  # no findings, on any rank""",
     ),
     (
         "Score",
-        ("logprobs", "values"),
+        ("logprobs", "values", "scores"),
         """\
 sequences = [[1, 2, 3, 4, 5], [9, 8, 7]]  # token ids of this rank's sequences
 old = sp.logprobs(policy, sequences)

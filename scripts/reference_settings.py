@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from shardproof.config.numbers import Bound
-from shardproof.config.schema import Recipe, Role
+from shardproof.config.schema import Recipe, Role, Section
 
 INTRO = """\
 # Settings
@@ -68,10 +68,11 @@ def page() -> str:
 
 
 def descriptions(kind: type) -> dict[str, str]:
-    """{key: the string under it} of a section, as its source has it."""
+    """{key: the string under it} of a section and of those it is based on, as their source has it."""
+    bases = [base for base in kind.__mro__[1:] if "shardproof" in base.__module__ and base is not Section]
+    found = {key: text for base in reversed(bases) for key, text in descriptions(base).items()}
     (tree,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
     assert isinstance(tree, ast.ClassDef)
-    found = {}
     for key, after in zip(tree.body, tree.body[1:]):
         is_string = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
         if isinstance(key, ast.AnnAssign) and isinstance(key.target, ast.Name) and is_string:
@@ -96,7 +97,7 @@ def sections_of(kind: type, prefix: str) -> list[tuple[str, type, str]]:
 
 def _contents(kind: type, prefix: str) -> typing.Iterator[str]:
     for name, section, key in sections_of(kind, prefix):
-        if get_origin(keys(kind)[key][0]) is list:
+        if _holds_list(keys(kind)[key][0]):
             continue
         needed = keys(kind)[key][1] is REQUIRED
         text = descriptions(kind)[key]
@@ -107,7 +108,7 @@ def _contents(kind: type, prefix: str) -> typing.Iterator[str]:
 def _sections(kind: type, prefix: str) -> typing.Iterator[str]:
     for name, section, _ in sections_of(kind, prefix):
         title = f"## `[{name}]`"
-        is_list = get_origin(keys(kind)[name.rpartition(".")[2]][0]) is list
+        is_list = _holds_list(keys(kind)[name.rpartition(".")[2]][0])
         if is_list:
             title = f"## Each of `{name}`"
         about = " ".join((section.__doc__ or "").split())
@@ -122,18 +123,29 @@ def _keys(section: type, prefix: str) -> typing.Iterator[str]:
     inner = {name for _, kind, name in sections_of(section, "") if kind is not None}
     about = descriptions(section)
     for name, (hint, default) in keys(section).items():
-        if name in inner and get_origin(hint) is not list:
+        if name in inner and not _holds_list(hint):
             continue
         given = "required" if default is REQUIRED else f"default `{_toml(default)}`"
         yield f"### `{prefix}{name}`\n\n*{_words(hint)}; {given}*\n\n{_linked(about[name])}"
 
 
+def _holds_list(hint: Any) -> bool:
+    """Whether a key holds a list, or one of several things of which one is a list."""
+    return any(get_origin(part) is list for part in (hint, *get_args(hint)))
+
+
 def _section_in(hint: Any) -> type | None:
     """The section that a key holds, itself or as one of several things."""
-    for part in (hint, *get_args(hint)):
+    parts = [hint, *get_args(hint)]
+    for part in [*parts, *(inner for each in parts if get_origin(each) is list for inner in get_args(each))]:
         if isinstance(part, type) and (is_dataclass(part) or issubclass(part, BaseModel)):
             return part
     return None
+
+
+def _several(words: str) -> str:
+    """A list of what words say: of numbers, their bounds follow."""
+    return f"list of {words.replace('number', 'numbers', 1) if ' number ' in words else words + 's'}"
 
 
 def _words(hint: Any) -> str:
@@ -147,7 +159,7 @@ def _words(hint: Any) -> str:
     if origin is Literal:
         return _either([f"`{_toml(each)}`" for each in arguments])
     if origin is list:
-        return "list of tables" if _section_in(hint) else f"list of {_words(arguments[0])}s"
+        return "list of tables" if _section_in(hint) else _several(_words(arguments[0]))
     if origin is tuple:
         return f"{len(arguments)} values, each a {_words(arguments[0])}"
     if origin is dict:
