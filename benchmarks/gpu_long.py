@@ -172,5 +172,18 @@ LARGE_CASES = {
             LARGE,
             {**_AUTO, "model": {**_AUTO["model"], "lora": {"r": _LORA_RANK}, "param_dtype": "bfloat16"}},
         ),
+        LargeCase(
+            "8B with QLoRA",
+            LARGE,
+            {
+                **_AUTO,
+                "model": {
+                    **_AUTO["model"],
+                    "lora": {"r": _LORA_RANK, "base": "nf4"},
+                    "param_dtype": "bfloat16",
+                },
+            },
+        ),
+        LargeCase("7B, all weights, 8-bit AdamW", BASE, {**_AUTO, "optimizer": {"name": "adamw_8bit"}}),
     )
 }

@@ -16,6 +16,7 @@ tree), and carried on. FSDP's own collectives are not counted: they are those of
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import math
@@ -64,7 +65,7 @@ FUNCTIONS = {
     ("rl", "one_step"): METRICS,
     ("rl", "end_step"): METRICS,
     ("rl", "collect"): ROLLOUT,
-    ("rl", "_measure"): METRICS,
+    ("rl", "measure"): METRICS,
     ("rl", "update"): STEP,
     ("rl", "_sync"): SYNC,
     ("rl", "save"): SAVE,
@@ -193,12 +194,11 @@ def run_rank(model: str, folder: str, meeting_bytes: int | None) -> dict[str, An
 
 
 def count_sockets() -> int:
-    links = [os.readlink(f"/proc/self/fd/{name}") for name in _open_files()]
+    links = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # it was closed meanwhile
+            links.append(os.readlink(f"/proc/self/fd/{name}"))
     return sum(link.startswith("socket:") for link in links)
-
-
-def _open_files() -> list[str]:
-    return [name for name in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{name}")]
 
 
 def make_models(folder: Path) -> None:
