@@ -259,6 +259,36 @@ def test_a_host_that_joins_is_taken_in_after_a_save_and_costs_no_restart():
     assert (found["phase"], found["round"], found["restarts"], len(found["hosts"])) == (RUNNING, 2, 0, 2)
 
 
+def test_a_host_that_joins_before_ranks_were_started_takes_part_at_once():
+    """Nobody begins without a host that is known to be there: each began alone while the other reported, for ever."""
+    hosts = Hosts("a", min_hosts=1, max_hosts=2, host_wait_s=1.0)
+    hosts.say("a")
+    hosts.wait(1)
+    assert hosts.meeting.phase == RUNNING, "host a begins alone"
+    hosts.add("b")
+    assert hosts.say("b")["phase"] == CLOSING
+    assert hosts.say("a")["phase"] == GATHERING, "no rank of host a was started"
+    hosts.wait(1)  # as long as a host waits for others, and as both are silent between two reports
+    found = [hosts.say(name) for name in "ab"]
+    assert [each["phase"] for each in found] == [RUNNING, RUNNING]
+    assert [each["place"] for each in found] == [0, 1] and found[0]["round"] == 2
+
+
+def test_a_host_that_is_known_but_falls_silent_holds_up_nobody():
+    hosts = Hosts("a", min_hosts=1, max_hosts=2, host_wait_s=1.0, lost_after_s=5.0)
+    hosts.say("a")
+    hosts.wait(1)
+    hosts.run()
+    hosts.add("b")
+    hosts.say("b")
+    hosts.say("a", state=DONE, failure=failure(STOPPED, 143))  # and it never says that it waits
+    hosts.meeting.members["a"].is_keeper = False
+    hosts.wait(4, "b")
+    assert hosts.meeting.phase == GATHERING
+    hosts.wait(3, "b")
+    assert [each["name"] for each in hosts.say("b")["hosts"]] == ["b"]
+
+
 def test_a_host_that_joins_a_run_which_just_finishes_changes_nothing():
     hosts = Hosts("a", min_hosts=1, max_hosts=2, host_wait_s=0.0)
     hosts.run()

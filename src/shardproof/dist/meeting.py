@@ -287,7 +287,10 @@ class Meeting:
         ready.sort(key=lambda each: before.get(each.id, len(before)))  # spare hosts come last
         if len(ready) >= plan.min_hosts:
             self._enough_since = now if self._enough_since is None else self._enough_since
-            if len(ready) >= plan.max_hosts or now - self._enough_since >= plan.host_wait_s:
+            # Hosts of the round before report again soon, or are lost: nobody begins without them.
+            all_are_ready = len(ready) == len(self.members)
+            is_over = now - self._enough_since >= plan.host_wait_s
+            if len(ready) >= plan.max_hosts or (is_over and all_are_ready):
                 self._begin(ready[: plan.max_hosts])
             return
         self._enough_since = None
