@@ -1,11 +1,11 @@
-"""DPO against TRL's DPOTrainer: how likely the right answers are after both have trained on the same pairs.
+"""DPO against TRL's DPOTrainer on the same pairs in the same order: how likely the right answers are afterwards.
 
     pip install -c constraints.txt trl
-    python benchmarks/learning_dpo.py --seeds 0 1 2
+    python benchmarks/learning_dpo.py --seeds 0 1 2 --json dpo.json
 
 Both train the tiny model of recipes/tiny on recipes/tiny/pairs.jsonl in one process, with the same losses, batches,
-learning rate and number of updates, each in an order of its own that the seed decides. What is compared is exact, not
-sampled: the mean probability of the right answer and its end of sequence over held-out sums.
+learning rate and number of updates. The order is ours, from the seed, and TRL reads it as it is: nothing is random, so that
+both must end at the same weights but for rounding. `benchmarks/learning.py` lets each draw an order of its own.
 """
 
 from __future__ import annotations
@@ -14,10 +14,22 @@ import argparse
 import json
 import os
 import statistics
+import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.reporting import (
+    add_json_option,
+    check_can_write,
+    describe_environment,
+    print_environment,
+    print_table,
+    write_json,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ROOT / "recipes" / "tiny"
@@ -52,14 +64,16 @@ def train_shardproof(seed: int, steps: int = STEPS) -> float:
         return right_probability(AutoModelForCausalLM.from_pretrained(f"{folder}/run/model", dtype="float32"))
 
 
-def train_trl(seed: int, steps: int = STEPS) -> float:
-    """The probability of right answers after a run of TRL's, in this process."""
+def train_trl(seed: int, steps: int = STEPS, order: Sequence[int] | None = None) -> float:
+    """The probability of right answers after a run of TRL's, in this process. `order`: of the pairs, else its own."""
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import DPOConfig, DPOTrainer
 
     rows = [json.loads(line) for line in (TINY / "pairs.jsonl").read_text().splitlines()]
     pairs = [{key: row[key] for key in ("prompt", "chosen", "rejected")} for row in rows]
+    if order is not None:
+        pairs = [pairs[at] for at in order]
     tokenizer = AutoTokenizer.from_pretrained(TINY / "model")
     model = AutoModelForCausalLM.from_pretrained(TINY / "model", dtype="float32")
     with tempfile.TemporaryDirectory() as folder:
@@ -74,6 +88,7 @@ def train_trl(seed: int, steps: int = STEPS) -> float:
             max_grad_norm=1.0,
             beta=BETA,
             seed=seed,
+            train_sampling_strategy="random" if order is None else "sequential",
             use_cpu=True,
             bf16=False,
             gradient_checkpointing=False,
@@ -108,9 +123,6 @@ def right_probability(model: Any) -> float:
     return statistics.mean(found)
 
 
-CONTENDERS: dict[str, Callable[[int, int], float]] = {OURS: train_shardproof, TRL: train_trl}
-
-
 def first_probability() -> float:
     """That of the model before any training."""
     from transformers import AutoModelForCausalLM
@@ -118,9 +130,12 @@ def first_probability() -> float:
     return right_probability(AutoModelForCausalLM.from_pretrained(TINY / "model", dtype="float32"))
 
 
-def compare(seeds: list[int], steps: int = STEPS) -> dict[str, list[float]]:
-    """The probability of right answers after each seed's run, of both."""
-    return {name: [train(seed, steps) for seed in seeds] for name, train in CONTENDERS.items()}
+def order_of(seed: int, steps: int) -> list[int]:
+    """The rows that a run of ours takes, in its order."""
+    from shardproof.rl.data import PromptStream
+
+    num_rows = len((TINY / "pairs.jsonl").read_text().splitlines())
+    return PromptStream(num_rows, seed).take(PAIRS * steps)
 
 
 def main() -> None:
@@ -129,15 +144,26 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    add_json_option(parser)
     options = parser.parse_args()
+    check_can_write(options.json)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    found = compare(options.seeds, options.steps)
-    print(f"before training: {first_probability():.4f}")
-    for name, values in found.items():
-        error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
-        print(
-            f"{name}: {statistics.mean(values):.4f} ± {error:.4f} ({', '.join(f'{v:.4f}' for v in values)})"
-        )
+    environment = describe_environment(("trl", "datasets", "accelerate"))
+    print_environment(environment)
+    runs: dict[str, list[float]] = {OURS: [], TRL: []}
+    for seed in options.seeds:
+        runs[OURS].append(train_shardproof(seed, options.steps))
+        runs[TRL].append(train_trl(seed, options.steps, order_of(seed, options.steps)))
+    rows = [
+        [str(seed), f"{ours:.7f}", f"{theirs:.7f}", f"{ours - theirs:+.1e}"]
+        for seed, ours, theirs in zip(options.seeds, *runs.values(), strict=True)
+    ]
+    first = first_probability()
+    title = f"probability of right answers after {options.steps} updates; {first:.4f} before"
+    print_table(title, ["seed", *runs, "difference"], rows)
+    if options.json is not None:
+        settings = {"seeds": options.seeds, "steps": options.steps, "before": first}
+        write_json(options.json, environment, {**settings, "runs": runs})
 
 
 if __name__ == "__main__":
