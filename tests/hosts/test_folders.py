@@ -157,7 +157,7 @@ def test_a_host_that_was_frozen_writes_nothing_into_the_run_that_went_on_without
     secret, place = {"SHARDPROOF_RDZV_ID": two_hosts.secret}, f"b:{PORT}"
     meeting = b.start("shardproof", "rendezvous", "--rdzv-endpoint", place, env=secret)
     meeting.wait_for("hosts can meet at", _LIMIT_S)
-    words = ('optimizer.name="holding:Optimizer"', "--lost-after=5", "--host-wait=1")
+    words = ('optimizer.name="holding:Optimizer"', "--lost-after=5", "--host-wait=5")
     hold = {"HOLD": "save", "HOLD_AT": "2"}
     first, second = two_hosts.train(
         recipe, *words, nnodes="1:2", max_restarts=1, endpoint=place, env={**secret, **hold}

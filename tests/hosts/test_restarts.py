@@ -137,7 +137,7 @@ def lose_host_0(cluster: Cluster, endpoint: str) -> None:
 
 
 def test_a_run_goes_on_with_a_host_fewer_and_takes_in_one_that_joins(two_hosts, undisturbed):
-    a, b = begin(two_hosts, "--host-wait=1", nnodes="1:2", max_restarts=1)
+    a, b = begin(two_hosts, "--host-wait=5", nnodes="1:2", max_restarts=1)
     (two_hosts["a"].seen(DISK) / "held-0").unlink()
     two_hosts["b"].die()
     await_held(a)  # again in its second update, which is step 3
