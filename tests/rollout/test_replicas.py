@@ -343,6 +343,21 @@ def test_servers_that_all_died_are_waited_for(build):
     until(lambda: replicas.serving == ["0", "1"])
 
 
+def test_a_server_that_answers_and_is_being_repaired_is_waited_for_where_no_other_is_there(build):
+    fakes, replicas = build(sync_timeout_s=3.0)
+    replicas.deliver(payload(0))
+    fakes[0].kill()
+    until(lambda: replicas.serving == ["1"])
+    with replicas.all[1].lock:
+        replicas.all[1].repairing = True  # as its watch does
+        sync = threading.Thread(target=replicas.deliver, args=(payload(1),))
+        sync.start()
+        time.sleep(0.3)  # the sync finds this one busy
+        replicas.all[1].repairing = False
+    sync.join()
+    assert fakes[1].label == f"{RUN}/1" and replicas.serving == ["1"]
+
+
 def test_a_small_change_is_found_once_the_replica_is_alone(build, monkeypatch):
     _, replicas = build()
     replicas.deliver(payload(0))

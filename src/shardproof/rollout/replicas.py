@@ -139,22 +139,21 @@ class Replicas:
     def _stage(self, payload: Delivered, held: list[Replica], failed: dict[str, Finding]) -> list[Replica]:
         """Bring and prove a payload; returns where it is ready to be committed.
 
-        First to those that serve and answer. The others get it from their own watch; only if no replica takes the
-        payload are they waited for here, and servers that died started again.
+        First to those that serve, answer and are not being repaired. The others get it from their own watch; only if no
+        replica takes the payload are they waited for here, and servers that died started again.
         """
         left = [replica for replica in self.all if replica.name not in failed]
+        up = left
         if self.committed is not None:
             up = self._up([replica for replica in left if replica.serving])
-            left = [*up, *(replica for replica in left if replica not in up)]
-        else:
-            up = left
         ready: list[Replica] = []
-        for some, wait in ((up, False), (left[len(up) :], True)):
-            free = [replica for replica in some if replica.take(wait, self._seconds)]
+        for some, wait in ((up, False), (left, True)):
+            asked = [replica for replica in some if replica not in held]
+            free = [replica for replica in asked if replica.take(wait, self._seconds)]
             held += free
             if wait:
                 busy = fail("R505", "sync", "the server is being repaired, and did not come back in time.")
-                failed |= {r.name: self._finding(r, busy) for r in some if r not in free}
+                failed |= {r.name: self._finding(r, busy) for r in asked if r not in free}
             failed |= self._each(free, lambda replica: replica.delivery.stage(payload, self._seconds))
             ready = [replica for replica in held if replica.name not in failed]
             if ready:
