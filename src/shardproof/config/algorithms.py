@@ -173,7 +173,9 @@ def preset_values(spec: AlgorithmSpec, preset: str | None, given: Mapping[str, A
 
 def _of_surrogate(values: Mapping[str, Any], surrogate: str) -> dict[str, Any]:
     """An algorithm's values with those changed that its own surrogate has and this one does not know."""
-    without = ("clip_low", "clip_high") if surrogate in UNCLIPPED else ()
+    # CISPO's range bounds a weight: a clip as wide as that would hold nothing back.
+    of_another = values["surrogate"] == "cispo" != surrogate
+    without = ("clip_low", "clip_high") if surrogate in UNCLIPPED or of_another else ()
     found = {key: value for key, value in values.items() if key not in without}
     if surrogate != "clip":
         found["dual_clip"] = 0.0
