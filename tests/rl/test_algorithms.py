@@ -439,9 +439,24 @@ class Calm(PolicyGradient):
     spec = AlgorithmSpec(compares_group=True, weights="constant", switches={"scale": "off", "dual_clip": 5.0})
 
 
+class Wide(PolicyGradient):
+    spec = SPECS["cispo"]
+
+
+class Misspelt(PolicyGradient):
+    spec = AlgorithmSpec(switches={"baselin": "off"})
+
+
+class Wrong(PolicyGradient):
+    spec = AlgorithmSpec(switches={"scale": "samples"})
+
+
 @pytest.mark.parametrize(
     ("name", "settings", "said"),
     [
+        ("Wide", {}, "AlgorithmSpec.switches has clip_low=1.0, but the recipe has 0.2"),
+        ("Misspelt", {}, "'baselin', which is no key of .algorithm.. Did you mean 'baseline'"),
+        ("Wrong", {}, "AlgorithmSpec.switches has scale='samples': Input should be"),
         ("Median", {"scale": "sample"}, "algorithm.scale: '.*:Median' computes its advantages itself"),
         ("Flat", {"surrogate": "sapo"}, "algorithm.surrogate='sapo': Flat has a surrogate of its own"),
         ("Flat", {"ratio": "sequence"}, "ratio and dual_clip are for surrogates by name"),
@@ -471,6 +486,9 @@ def weights_on_rank():
 @pytest.mark.distributed
 def test_a_users_algorithm_has_the_switches_of_its_class_and_of_the_recipe():
     calm = make_algorithm(Algorithm(name=f"{__name__}:Calm", scale="sample"), Rollout()).settings
+    for low in (1.0, 0.5):
+        wide = make_algorithm(Algorithm(name=f"{__name__}:Wide", clip_low=low), Rollout()).settings
+        assert (wide.clip_low, wide.clip_high, wide.surrogate) == (low, 0.28, "cispo")
     assert (calm.aggregation, calm.scale, calm.dual_clip, calm.baseline) == (
         "constant",
         "sample",

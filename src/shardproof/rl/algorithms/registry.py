@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pydantic import ValidationError
+
 from shardproof.config.algorithms import SPECS, AlgorithmSpec
 from shardproof.config.combinations import spec_problem
 from shardproof.config.schema import Algorithm as Settings
 from shardproof.config.schema import Recipe, Rollout
 from shardproof.config.switches import ADVANTAGE_SWITCHES, filled, switch_problem
-from shardproof.errors import fail
+from shardproof.errors import did_you_mean, fail
 from shardproof.rl.algorithms.base import Algorithm
 from shardproof.rl.algorithms.distillation import TEACHER_LOGPS, Distillation
 from shardproof.rl.algorithms.dpo import DPO
@@ -67,6 +69,7 @@ def _check_switches(kind: type[Algorithm], settings: Settings) -> None:
     """Raise if switches are set that a user's own algorithm does not look at, or that do not go together in it."""
     if settings.name in SPECS:
         return
+    _check_own_switches(kind.spec, settings)
     by_switches = (
         issubclass(kind, PolicyGradient)
         and kind.advantages is PolicyGradient.advantages
@@ -79,6 +82,27 @@ def _check_switches(kind: type[Algorithm], settings: Settings) -> None:
     problem = switch_problem(filled(settings, kind.spec)) if by_switches else None
     if problem is not None:
         raise fail("C001", "algorithm", f"algorithm.{problem}.", fix="repair these keys")
+
+
+def _check_own_switches(spec: AlgorithmSpec, settings: Settings) -> None:
+    """Raise if a user's class has values for keys that there are not, that do not go there, or that a recipe always has."""
+    where, fields = f"algorithm {settings.name!r}: AlgorithmSpec.switches", type(settings).model_fields
+    for key, value in spec.switches.items():
+        if key not in fields:
+            message = f"{where} has {key!r}, which is no key of [algorithm].{did_you_mean(key, fields)}"
+            raise fail("C001", "algorithm", message, fix="see docs/presets.md#the-switches")
+        default = fields[key].get_default(call_default_factory=True)
+        if default is not None and getattr(settings, key) == default != value:
+            message = f"{where} has {key}={value!r}, but the recipe has {default!r}, as every recipe that does not say otherwise."
+            fix = f"set algorithm.{key} in the recipe, and leave it out of the class"
+            raise fail("C001", "algorithm", message, fix=fix)
+    try:
+        type(settings).model_validate({**settings.model_dump(), **spec.switches})
+    except ValidationError as error:
+        for problem in error.errors(include_url=False):
+            if problem["loc"] and problem["loc"][0] in spec.switches:
+                message = f"{where} has {problem['loc'][0]}={problem['input']!r}: {problem['msg']}."
+                raise fail("C001", "algorithm", message, fix="see docs/presets.md#the-switches") from error
 
 
 def check_algorithm(recipe: Recipe) -> None:
