@@ -54,6 +54,8 @@ def preset_recipe(name: str, preset: str, folder: Path, *overrides: str) -> str:
     given = [f"algorithm.name={name}", *([f"algorithm.preset={preset}"] if preset else [])]
     if SPECS[name].samples:
         given += SAMPLED
+    if name == "gdpo":
+        given.append("reward.normalise=each")
     settings = [*SHORT, *given, *_rows(name, folder), f"output.folder={run}", *overrides]
     return to_json(load_recipe(OTHER_RECIPES.get(name, TINY), settings))
 

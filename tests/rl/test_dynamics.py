@@ -59,6 +59,15 @@ def test_the_old_name_of_updates_per_epoch_is_read():
         (["algorithm.critic_warmup_steps=1"], "grpo has no critic"),
         (["algorithm.name=ppo", "algorithm.critic_warmup_steps=2"], "leaves no step to the policy"),
         (["algorithm.name=remax", "reward.normalise=each"], "with baseline='greedy' does not"),
+        (["algorithm.name=gdpo"], "set reward.normalise='each'"),
+        (
+            [
+                "reward.normalise=each",
+                "algorithm.turn_gamma=0.9",
+                "environment.name=tests.rl.user_rewards:any",
+            ],
+            "set algorithm.turn_gamma=1.0",
+        ),
     ],
 )
 def test_settings_that_cannot_work_are_refused(tmp_path, overrides, message):
