@@ -33,6 +33,9 @@ COMPANIONS = {
     "algorithm.preference.loss_weights": {"algorithm": {"preference": {"loss": ["sigmoid", "sft"]}}},
     "algorithm.preference.desirable_weight": {"algorithm": {"name": "kto"}},
     "algorithm.preference.undesirable_weight": {"algorithm": {"name": "kto"}},
+    **dict.fromkeys(
+        ("algorithm.gamma", "algorithm.gae_lambda", "algorithm.value_clip"), {"algorithm": {"name": "ppo"}}
+    ),
     "algorithm.cov_bounds": {"algorithm": {"name": "clip_cov"}},
     "algorithm.cov_kl_coef": {"algorithm": {"name": "kl_cov"}},
     "reference": {"algorithm": {"kl_coef": 0.1}},

@@ -60,7 +60,7 @@ class Algorithm(Dynamics, Switches):
     correction. `"auto"`: `"behaviour"` if `rollout.ahead` is above 0, without a nucleus, FP8 or a correction
     of yours, else `"proximal"`."""
     gamma: Fraction = 1.0
-    """Discount per token of later rewards, for `ppo` and `reinforce_pp`."""
+    """Discount per token of later rewards, for `ppo`, `reinforce_pp` and `remax`."""
     credit: Literal["trajectory", "turn"] = "trajectory"
     """What algorithms that compare a group compare in conversations of several turns: `"trajectory"` the
     whole conversations, so that all turns of one have the same advantage, `"turn"` the first turns with each

@@ -1,8 +1,8 @@
-"""What cannot work around an algorithm's loss: controllers, the moving reference, dynamic sampling, the critic's warm-up."""
+"""What cannot work around an algorithm's loss: controllers, the moving reference, dynamic sampling, discounts, the critic."""
 
 from __future__ import annotations
 
-from shardproof.config.algorithms import SPECS
+from shardproof.config.algorithms import PER_COMPLETION, SPECS
 from shardproof.config.sections import Sections
 
 _ENVIRONMENT = "environment"  # the environment's part of a reward
@@ -10,7 +10,7 @@ _ENVIRONMENT = "environment"  # the environment's part of a reward
 
 def dynamics_problem(recipe: Sections) -> str | None:
     """The first of these combinations in the recipe; None if there is none."""
-    checks = (_targets, _moving_reference, _signal, _success, _warmup)
+    checks = (_targets, _moving_reference, _signal, _success, _discounts, _warmup)
     return next(filter(None, (check(recipe) for check in checks)), None)
 
 
@@ -75,6 +75,22 @@ def _reward_problem(recipe: Sections, key: str, name: str) -> str | None:
     if name in names:
         return None
     return f"algorithm.{key}={name!r} is not one of the rewards: {', '.join(names)}"
+
+
+def _discounts(recipe: Sections) -> str | None:
+    """A user's own algorithm may read all of them, whatever its baseline."""
+    settings, spec = recipe.algorithm, SPECS.get(recipe.algorithm.name)
+    if spec is None or not spec.samples:
+        return None
+    if _is_set(settings, "gamma") and settings.baseline in PER_COMPLETION:
+        return (
+            f"algorithm.gamma discounts the returns of tokens, and with baseline={settings.baseline!r} all tokens of a "
+            "completion have one return: remove the key"
+        )
+    for key in ("gae_lambda", "value_clip"):
+        if _is_set(settings, key) and not spec.has_critic:
+            return f"algorithm.{key}: {settings.name} has no critic; remove it or use algorithm.name='ppo'"
+    return None
 
 
 def _warmup(recipe: Sections) -> str | None:

@@ -65,7 +65,9 @@ def _advantages(draft: Draft, foreign: Foreign) -> None:
     foreign.take(f"{_ALGORITHM}.grpo_norm_by_std")
     if foreign.take(f"{_ALGORITHM}.advantage_batch_normalize", False):
         draft.put("algorithm.scale_over", "tokens", f"{_ALGORITHM}.advantage_batch_normalize")
-    copy(draft, foreign, [Same(f"{_ALGORITHM}.gamma", "algorithm.gamma", 1.0, float)])
+    if draft.values["algorithm.name"] in ("ppo", "reinforce_pp"):
+        copy(draft, foreign, [Same(f"{_ALGORITHM}.gamma", "algorithm.gamma", 1.0, float)])
+    draft.skip(foreign, f"{_ALGORITHM}.gamma", "the algorithm discounts nothing")
     if estimator == "gae":
         _critic(draft, foreign)
     else:

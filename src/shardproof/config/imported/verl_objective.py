@@ -77,7 +77,9 @@ def _algorithm(draft: Draft, foreign: Foreign) -> None:
     if estimator == "grpo" and not foreign.take("algorithm.norm_adv_by_std_in_grpo", True):
         draft.put("algorithm.scale", "off", "algorithm.norm_adv_by_std_in_grpo")
     foreign.take("algorithm.norm_adv_by_std_in_grpo")
-    copy(draft, foreign, [Same("algorithm.gamma", "algorithm.gamma", 1.0, float)])
+    if draft.values["algorithm.name"] in ("ppo", "reinforce_pp"):
+        copy(draft, foreign, [Same("algorithm.gamma", "algorithm.gamma", 1.0, float)])
+    draft.skip(foreign, "algorithm.gamma", "the algorithm discounts nothing")
     _filters(draft, foreign)
 
 
