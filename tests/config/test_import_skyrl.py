@@ -50,6 +50,7 @@ VALUES = [
     ({f"{ALGORITHM}use_kl_in_reward": True, f"{ALGORITHM}kl_ctrl__type": "adaptive"},
      {"algorithm.kl_in": "reward", "algorithm.kl_target": 0.1, "algorithm.kl_horizon": 10000}),
     ({f"{ALGORITHM}advantage_estimator": "gae", "trainer__critic__model__lora__rank": 8}, {"critic.lora.r": 8}),
+    ({f"{ALGORITHM}gamma": 0.9}, {"algorithm.gamma": None}),
     ({}, {"algorithm.scale": "sample", "algorithm.scale_eps": 1e-6, "data.too_long": "drop", "train.steps": 20}),
     # transformers' warm-up begins at 0; 'constant' has none.
     ({"trainer__policy__optimizer_config__num_warmup_steps": 7}, {"optimizer.warmup_steps": 7, "optimizer.warmup_from_zero": True}),

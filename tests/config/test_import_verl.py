@@ -58,6 +58,8 @@ VALUES = [
      {"optimizer.max_grad_norm": 0.5, "optimizer.name": "adamw_8bit"}),
     ({f"{ROLLOUT}.enable_rollout_routing_replay": True}, {"rollout.replay_experts": True}),
     ({"algorithm.adv_estimator": "gae", "critic.model.lora_rank": 8}, {"critic.lora.r": 8}),
+    ({"algorithm.gamma": 0.9}, {"algorithm.gamma": None}),  # which verl's GRPO does not read
+    ({"algorithm.adv_estimator": "reinforce_plus_plus", "algorithm.gamma": 0.9}, {"algorithm.gamma": 0.9}),
     ({"trainer.test_freq": -1}, {"output.eval_every": 0, "evaluation.sets": None}),
     ({}, {"output.eval_prompts": 2**20}),
 ]  # fmt: skip
