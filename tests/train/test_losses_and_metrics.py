@@ -9,6 +9,7 @@ import torch
 import shardproof as sp
 from shardproof.train.loss import LOSSES, Scored, find_loss, policy_gradient, sft, value
 from shardproof.train.metrics import MetricSums, reduce_metrics
+from shardproof.train.surrogates import SurrogateSettings
 from tests.models import tiny_config
 from tests.ranks import run_ranks, run_ranks_outcomes
 
@@ -63,6 +64,38 @@ def test_policy_gradient_has_no_gradient_where_it_is_clipped():
     (grad,) = torch.autograd.grad(loss.sum(), given.logps)
     ratio = math.exp(0.5)
     assert grad.tolist() == pytest.approx([0.0, ratio, -1 / ratio, 0.0], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("surrogate", "settings", "advantage", "wanted"),
+    [
+        ("clipped", SurrogateSettings(), 1.0, -1.2),
+        ("clipped", SurrogateSettings("sequence"), 1.0, -1.2),
+        ("clipped", SurrogateSettings("product"), 1.0, -1.2),
+        ("clipped", SurrogateSettings("product", dual_clip=3.0), -1.0, 3.0),
+        ("clipped", SurrogateSettings(), 0.0, 0.0),
+        ("sapo", SurrogateSettings(), 1.0, -4.0),
+        ("kl_cov", SurrogateSettings(), 0.0, 0.0),
+    ],
+)
+def test_a_ratio_beyond_float32_leaves_no_gradient_where_it_does_not_count(
+    surrogate, settings, advantage, wanted
+):
+    """The product of many tokens' ratios gets there soon."""
+    logps = torch.full((4,), -0.1, requires_grad=True)
+    columns = {
+        "advantages": torch.full((4,), advantage),
+        "old_logps": torch.full((4,), -100.0),
+        "mask": torch.ones(4),
+        "sequence": torch.zeros(4),
+        "chosen": torch.zeros(4),
+    }
+    loss, metrics = policy_gradient(surrogate=surrogate, surrogate_settings=settings).function(
+        Scored(logps, EMPTY, EMPTY), columns
+    )
+    assert loss.tolist() == pytest.approx([wanted] * 4)
+    (gradient,) = torch.autograd.grad(loss.sum(), logps)
+    assert not gradient.any() and metrics["ratio/max"].isfinite().all()
 
 
 def test_policy_gradient_adds_the_kl_and_takes_the_entropy():

@@ -85,7 +85,7 @@ class _PolicyGradient:
     def __call__(self, scored: Scored, columns: Columns) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         trainers = columns.get("old_logps", scored.logps.detach())
         old = columns["rollout_logps"] if self.trust_region == "behaviour" else trainers
-        ratio = torch.exp(scored.logps - old)
+        ratio = ratio_of(scored.logps, old, columns, "token")
         loss, changed = self.surrogate(scored.logps, old, columns, self.clip_low, self.clip_high)
         metrics = {"ratio/mean": ratio.detach(), "ratio/max": ratio.detach(), "clip_fraction": changed}
         if self.rollout_whole is not None:

@@ -16,6 +16,7 @@ Found = tuple[torch.Tensor, torch.Tensor]
 Surrogate = Callable[[torch.Tensor, torch.Tensor, Columns, float, float], Found]
 
 RATIOS = ("token", "sequence", "product")
+_MOST = 80.0  # of a log-ratio: exp of 89 is infinite, and the gradient of what a clip cuts off would be NaN instead of 0
 
 
 def ratio_of(logps: torch.Tensor, old: torch.Tensor, columns: Columns, level: str) -> torch.Tensor:
@@ -25,14 +26,18 @@ def ratio_of(logps: torch.Tensor, old: torch.Tensor, columns: Columns, level: st
     sequence's, which is the ratio of the whole completion. The gradient of the last two reaches every token.
     """
     if level == "token":
-        return torch.exp(logps - old)
+        return _exp(logps - old)
     sequence, counted = columns["sequence"].long(), columns["mask"]
     num = len(logps)  # at least one token each: an upper bound that needs no wait for the device
     sums = torch.zeros(num, device=logps.device).index_add(0, sequence, (logps - old) * counted)
     if level == "product":
-        return torch.exp(sums)[sequence]
+        return _exp(sums)[sequence]
     counts = torch.zeros(num, device=logps.device).index_add(0, sequence, counted)
-    return torch.exp(sums / counts.clamp(min=1.0))[sequence]
+    return _exp(sums / counts.clamp(min=1.0))[sequence]
+
+
+def _exp(log_ratio: torch.Tensor) -> torch.Tensor:
+    return torch.exp(log_ratio.clamp(max=_MOST))
 
 
 @dataclass(frozen=True)
@@ -103,7 +108,7 @@ class HeldBack:
         self, logps: torch.Tensor, old: torch.Tensor, columns: Columns, low: float, high: float
     ) -> Found:
         chosen = columns["chosen"]
-        loss = -torch.exp(logps - old) * columns["advantages"]
+        loss = -ratio_of(logps, old, columns, "token") * columns["advantages"]
         return loss + self.coef * chosen * (logps - old).abs(), chosen
 
 
