@@ -169,6 +169,32 @@ def test_a_template_that_writes_turns_differently_later_is_refused():
         )
 
 
+@pytest.mark.parametrize("name", ["dpo", "kto", "sft", "reward_model"])
+def test_settings_of_templates_that_would_change_nothing_are_refused(name):
+    """As where completions are sampled: for text, for messages, and for whole conversations."""
+    texts: dict[str, Any] = {"prompt": "to", "chosen": "day", "rejected": "morrow"}
+    texts |= {"completion": "day", "label": 1}
+    talk: dict[str, Any] = {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]}
+    talk |= {"completion": [GOOD], "label": 1, "messages": TALK}
+    more = ["reward=none"] if name == "reward_model" else []
+    odd = "data.chat_template_kwargs={thinking=true}"
+    own = {"chat_template_kwargs": {"thinking": True}}
+    whole = ["data.messages_column=messages", "data.train_on=all"]
+    unread, plain = "the chat template does not read 'thinking'", "text that goes to the model unchanged"
+    cases: list[tuple[dict[str, Any], list[str], str]] = [
+        (texts, ["data.system_prompt=Hi."], f"{plain}; data.system_prompt"),
+        (texts, [odd], "the chat template does not read 'thinking'"),
+        (texts | own, [], f"{plain}; column 'chat_template_kwargs'"),
+        (talk, [odd], unread),
+        (talk | own, [], f"row 1: column 'chat_template_kwargs': {unread}"),
+        *([(talk, [odd, *whole], unread), (talk | own, whole, unread)] if name == "sft" else []),
+    ]
+    for row, overrides, said_by_error in cases:
+        with pytest.raises(ConfigError) as caught:
+            encoded(name, [row], CHAT, *more, *overrides)
+        assert said_by_error in str(caught.value)
+
+
 def test_labels_and_margins_of_a_table_are_read_as_what_they_say(tmp_path):
     table = tmp_path / "labelled.csv"
     cells = {"1": 1.0, "0": -1.0, "true": 1.0, "FALSE": -1.0, " True": 1.0}

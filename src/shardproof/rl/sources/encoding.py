@@ -45,7 +45,7 @@ def encode_prompts(
             for row in rows
         ]
     templated = [chat or not isinstance(row[prompt_column], str) for row in rows]
-    _check_settings(rows, places, templated, tokenizer, rendering)
+    check_settings(rows, places, templated, tokenizer, rendering)
     texts = [str(row[prompt_column]) for row in rows]
     through_template = [index for index, flag in enumerate(templated) if flag]
     calls = [
@@ -79,7 +79,7 @@ def _variables(row: Row, rendering: Rendering) -> Mapping[str, Any] | None:
     return rendering.variables_of(row) if own_variables(row) else None
 
 
-def _check_settings(
+def check_settings(
     rows: Sequence[Row],
     places: Sequence[str],
     templated: Sequence[bool],

@@ -18,7 +18,13 @@ from shardproof.config.schema import Recipe
 from shardproof.rl.algorithms.registry import find_algorithm
 from shardproof.rl.data import Prompt
 from shardproof.rl.sources.assistant_masks import Masked, masked_conversation
-from shardproof.rl.sources.encoding import call_all, encode_completions, encode_prompts, tokens_of
+from shardproof.rl.sources.encoding import (
+    call_all,
+    check_settings,
+    encode_completions,
+    encode_prompts,
+    tokens_of,
+)
 from shardproof.rl.sources.rendering import Rendering
 from shardproof.rl.sources.rows import Rows, require_column, require_prompt
 from shardproof.rl.sources.text_files import Row, unusable
@@ -172,6 +178,7 @@ def _encode_all(
     recipe: Recipe, rows: Rows, conversations: Sequence[Conversation], tokenizer: Any
 ) -> list[Prompt]:
     rendering, train_on = Rendering.of(recipe), recipe.data.train_on
+    check_settings(rows, rows.places, [each.is_templated for each in conversations], tokenizer, rendering)
     found: list[Prompt] = []
     cut = 0
     for place, row, given in zip(rows.places, rows, conversations, strict=True):
@@ -248,6 +255,7 @@ def _encode_whole(recipe: Recipe, rows: Rows, tokenizer: Any) -> list[Prompt]:
     """Whole conversations: the prompt is what stands before the first token that the assistant wrote."""
     data, rendering, found = recipe.data, Rendering.of(recipe), []
     assert data.messages_column is not None
+    check_settings(rows, rows.places, [True] * len(rows), tokenizer, rendering)
     for place, row in zip(rows.places, rows, strict=True):
         require_column(place, row, data.messages_column, "data.messages_column")
         where = f"{place}: column {data.messages_column!r}"
