@@ -115,7 +115,7 @@ def compare_sft(case: str) -> None:
         rows = [{"prompt": TALK[:3], "completion": TALK[3:]}, {"prompt": [USER], "completion": [BAD]}]
     else:
         # Prompts that end with a token: ours are those that the model is later asked with, whatever follows them.
-        texts = (("the weather in", " Paris is fine"), ("answer", " number 1"))
+        texts = (("the weather in", " Paris is fine"), ("answer", " number 1"), ("to", " day</s>"))
         rows = [{"prompt": prompt, "completion": completion} for prompt, completion in texts]
     if "assistant" in case:
         template, asked = MARKED, {"assistant_only_loss": True, "completion_only_loss": False}

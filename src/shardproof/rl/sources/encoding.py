@@ -111,8 +111,13 @@ def encode_completions(prompts: list[Prompt], tokenizer: Any, completion_column:
     texts = [prompt.row[completion_column] for prompt in prompts]
     # What begins a sequence stands before the prompt already.
     found = tokens_of(tokenizer, texts, add_special_tokens=False)
-    end = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
-    return [replace(prompt, completion=(*ids, *end)) for prompt, ids in zip(prompts, found)]
+    return [replace(prompt, completion=closed(ids, tokenizer)) for prompt, ids in zip(prompts, found)]
+
+
+def closed(ids: tuple[int, ...], tokenizer: Any) -> tuple[int, ...]:
+    """The tokens, with the end of sequence as the last one."""
+    end = tokenizer.eos_token_id
+    return ids if end is None or ids[-1:] == (end,) else (*ids, end)
 
 
 def tokens_of(tokenizer: Any, texts: list[str], *, add_special_tokens: bool) -> list[tuple[int, ...]]:

@@ -21,6 +21,7 @@ from shardproof.rl.sources.assistant_masks import Masked, masked_conversation
 from shardproof.rl.sources.encoding import (
     call_all,
     check_settings,
+    closed,
     encode_completions,
     encode_prompts,
     tokens_of,
@@ -191,7 +192,7 @@ def _encode_all(
             text = str(given.prompt)
             texts = [text, *(text + str(each) for each in given.following)]
             prompt, *fulls = tokens_of(tokenizer, texts, add_special_tokens=True)
-            fulls = [_closed(ids, tokenizer) for ids in fulls]
+            fulls = [closed(ids, tokenizer) for ids in fulls]
         length = min(_common(prompt, full) for full in fulls)
         if not length or any(len(full) == length for full in fulls):
             what = "prompt" if not length else "completion"
@@ -269,12 +270,6 @@ def _encode_whole(recipe: Recipe, rows: Rows, tokenizer: Any) -> list[Prompt]:
         text = str(tokenizer.decode(masked.tokens[:start]))
         found.append(Prompt(row, text, masked.tokens[:start], masked.tokens[start:], trained=trained))
     return found
-
-
-def _closed(ids: tuple[int, ...], tokenizer: Any) -> tuple[int, ...]:
-    """The tokens, with the end of sequence as the last one."""
-    end = tokenizer.eos_token_id
-    return ids if end is None or ids[-1:] == (end,) else (*ids, end)
 
 
 def _common(a: Sequence[int], b: Sequence[int]) -> int:
