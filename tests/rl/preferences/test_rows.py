@@ -158,6 +158,26 @@ def test_supervised_rows_have_trls_tokens_masks_and_loss(case):
     run_ranks(1, compare_sft, case)
 
 
+@pytest.mark.parametrize("chat", ["true", "false"])
+def test_what_becomes_of_a_row_to_imitate_does_not_depend_on_the_others(chat):
+    """Several sources may have rows of several forms."""
+    rows: list[dict[str, Any]] = [
+        {"prompt": "the weather?", "completion": "it is fine"},
+        {"prompt": [USER], "completion": [GOOD]},
+        {"prompt": [USER], "completion": "it is fine"},
+    ]
+    alone = [encoded("sft", [row], CHAT, f"data.chat={chat}")[0] for row in rows]
+    together = encoded("sft", rows, CHAT, f"data.chat={chat}")
+    assert together == alone
+    # Text ends with the tokenizer's end of sequence, messages as the template ends them.
+    ends = [prompt.completion[-1] for prompt in together]
+    tokenizer = make_tokenizer(CHAT)
+    assert ends == [tokenizer.eos_token_id, tokenizer("\n")["input_ids"][-1], tokenizer.eos_token_id]
+    switched = CHAT.replace("assistant\n", "{{ switch }}")
+    first, *_ = encoded("sft", rows[:2], switched, "data.chat_template_kwargs={switch='!'}")
+    assert first.tokens == alone[0].tokens or chat == "true"
+
+
 def test_a_template_that_writes_turns_differently_later_is_refused():
     for rows, overrides in (
         ([{"messages": TALK}], ["data.messages_column=messages", "data.train_on=assistant"]),

@@ -68,13 +68,9 @@ def encode_given(recipe: Recipe, rows: Rows, tokenizer: Any, prompt_column: str)
             label_of(place, row, data.label_column)
         if scores:
             margin_of(place, row)
-    if kind == "completions" and all(isinstance(row[data.completion_column], str) for row in rows):
-        return _encode_texts(recipe, rows, tokenizer, prompt_column)
-    found = [
-        _conversation(place, row, prompt_column, list(columns.values()), kind, data.chat)
-        for place, row in zip(rows.places, rows, strict=True)
-    ]
-    return _encode_all(recipe, rows, found, tokenizer)
+    if kind == "completions":
+        return _encode_completions(recipe, rows, tokenizer, prompt_column)
+    return _encode_all(recipe, rows, tokenizer, prompt_column, list(columns.values()))
 
 
 def given_kind(recipe: Recipe) -> str:
@@ -114,13 +110,32 @@ def _require_completion(place: str, row: Row, column: str, key: str) -> None:
     require_prompt(f"{place}: column {column!r}", row[column])
 
 
-def _encode_texts(recipe: Recipe, rows: Rows, tokenizer: Any, prompt_column: str) -> list[Prompt]:
-    """Completions that are text, for supervised fine-tuning: their tokens follow those that the prompt has by itself."""
+def _encode_completions(recipe: Recipe, rows: Rows, tokenizer: Any, prompt_column: str) -> list[Prompt]:
+    """Completions for supervised fine-tuning: what becomes of a row does not depend on what other rows hold."""
+    column, chat, rendering = recipe.data.completion_column, recipe.data.chat, Rendering.of(recipe)
+    is_text = [isinstance(row[column], str) for row in rows]
+    places = list(zip(rows.places, rows, strict=True))
+    talks, texts = (
+        Rows(each for each, flag in zip(places, is_text, strict=True) if flag is which)
+        for which in (False, True)
+    )
+    if talks and not chat and all(isinstance(row[prompt_column], str) for row in texts):
+        rendering = replace(rendering, variables={})  # they are for the others
+    encoded = [
+        iter(_encode_all(recipe, talks, tokenizer, prompt_column, [column]) if talks else ()),
+        iter(_encode_texts(recipe, texts, tokenizer, prompt_column, rendering) if texts else ()),
+    ]
+    return [next(encoded[flag]) for flag in is_text]
+
+
+def _encode_texts(
+    recipe: Recipe, rows: Rows, tokenizer: Any, prompt_column: str, rendering: Rendering
+) -> list[Prompt]:
+    """Completions that are text: their tokens follow those that the prompt has by itself."""
     data = recipe.data
     if data.train_on == "assistant":
         message = f"{rows.places[0]}: data.train_on='assistant' needs messages; column {data.completion_column!r} holds text."
         raise unusable(message, "set data.train_on to 'completion' or 'all'")
-    rendering = Rendering.of(recipe)
     prompts = encode_prompts(rows, tokenizer, prompt_column, data.chat, None, (), rendering)
     prompts = encode_completions(prompts, tokenizer, data.completion_column)
     if data.train_on == "all":
@@ -129,12 +144,12 @@ def _encode_texts(recipe: Recipe, rows: Rows, tokenizer: Any, prompt_column: str
 
 
 def _conversation(
-    place: str, row: Row, prompt_column: str, columns: Sequence[str], kind: str, chat: bool
+    place: str, row: Row, prompt_column: str, columns: Sequence[str], chat: bool
 ) -> Conversation:
-    following = [row[column] for column in columns]
+    following, is_pair = [row[column] for column in columns], len(columns) > 1
     if prompt_column in row:
         prompt = row[prompt_column]
-    elif kind == "pairs":
+    elif is_pair:
         prompt, following = common_prompt(place, *following)
     else:
         require_column(place, row, prompt_column, "data.prompt_column")
@@ -145,7 +160,7 @@ def _conversation(
     elif len(set(texts)) > 1:
         message = f"{place}: the prompt is {_kind(prompt)}, and a completion is {_kind(following[0])}."
         fix = "write both as text or both as messages"
-        if kind == "pairs":
+        if is_pair:
             fix += "; where both completions hold the whole conversation, name a data.prompt_column that no row has"
         raise unusable(message, fix)
     if not prompt or (isinstance(prompt, str) and not prompt.strip()):
@@ -176,9 +191,14 @@ def common_prompt(place: str, chosen: Any, rejected: Any) -> tuple[Any, list[Any
 
 
 def _encode_all(
-    recipe: Recipe, rows: Rows, conversations: Sequence[Conversation], tokenizer: Any
+    recipe: Recipe, rows: Rows, tokenizer: Any, prompt_column: str, columns: Sequence[str]
 ) -> list[Prompt]:
+    """Prompts with what stands in the `columns`: their tokens are those of both together."""
     rendering, train_on = Rendering.of(recipe), recipe.data.train_on
+    conversations = [
+        _conversation(place, row, prompt_column, columns, recipe.data.chat)
+        for place, row in zip(rows.places, rows, strict=True)
+    ]
     check_settings(rows, rows.places, [each.is_templated for each in conversations], tokenizer, rendering)
     found: list[Prompt] = []
     cut = 0
