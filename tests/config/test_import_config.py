@@ -213,6 +213,20 @@ def test_every_setting_of_trls_trainers_is_known(tmp_path):
         assert made.draft.gaps == {}, trainer
 
 
+def test_preferences_of_trl_keep_what_trl_reads_and_move_the_reference(tmp_path):
+    """TRL has numbers of losses that it does not read with others, where they would change ours or be refused."""
+    unread = ["label_smoothing=0.1", "discopop_tau=0.2", "f_alpha_divergence_coef=0.7"]
+    made = imported(tmp_path, "loss_type: [sigmoid]", "sync_ref_model=true", *unread, trainer="dpo")
+    assert made.problem is None and made.draft.gaps == {}
+    algorithm = recipe_of(tmp_path, made).algorithm
+    assert (algorithm.reference_sync_every, algorithm.reference_mix) == (512, 0.6)
+    assert algorithm.preference.label_smoothing == 0.0
+    assert {each.partition("=")[0] for each in unread} <= made.draft.unneeded.keys()
+    settings = ["loss_type=[robust, discopop]", "f_divergence_type=alpha_divergence", *unread]
+    read = recipe_of(tmp_path, imported(tmp_path, "{}", *settings, trainer="dpo")).algorithm.preference
+    assert (read.label_smoothing, read.discopop_tau, read.divergence_alpha) == (0.1, 0.2, 0.7)
+
+
 def test_trls_schedule_of_warm_up_stable_and_decay(tmp_path):
     settings = ["num_generations=4", "max_steps=50", "lr_scheduler_type=warmup_stable_decay"]
     more = ["lr_scheduler_kwargs={num_decay_steps: 10, decay_type: 1-sqrt, min_lr_ratio: 0.1}"]

@@ -6,13 +6,16 @@ from collections.abc import Callable
 from typing import Any
 
 from shardproof.config.imported.draft import Draft, Foreign, Same, copy
+from shardproof.config.imported.trl_sampled import moving_reference
 
 _TOO_LONG = {"truncate": "cuts", "drop": "leaves out"}
 
 
 def _dpo(draft: Draft, foreign: Foreign) -> None:
     losses = foreign.take("loss_type", ["sigmoid"])
-    draft.put("algorithm.preference.loss", [losses] if isinstance(losses, str) else losses, "loss_type")
+    losses = [losses] if isinstance(losses, str) else losses
+    draft.put("algorithm.preference.loss", losses, "loss_type")
+    unread = _unread(foreign, losses)
     table = (
         Same("loss_weights", "algorithm.preference.loss_weights"),
         Same("precompute_ref_log_probs", "algorithm.preference.precompute"),
@@ -23,16 +26,23 @@ def _dpo(draft: Draft, foreign: Foreign) -> None:
         Same("beta", "algorithm.preference.beta", 0.1, float),
         Same("label_smoothing", "algorithm.preference.label_smoothing", None, float),
     )
-    copy(draft, foreign, table)
+    copy(draft, foreign, (each for each in table if each.theirs not in unread))
+    for key in unread:
+        draft.skip(foreign, key, "TRL does not read it with this loss")
     _lengths(draft, foreign)
     draft.lack(foreign, "use_weighting", "every pair counts alike", unless=(False,))
-    _reference(draft, foreign)
+    moving_reference(draft, foreign, 1)
 
 
-def _reference(draft: Draft, foreign: Foreign) -> None:
-    if foreign.take("sync_ref_model", False):
-        draft.gaps["sync_ref_model=True"] = "the reference of preference losses does not move"
-    foreign.take("ref_model_mixup_alpha"), foreign.take("ref_model_sync_steps")
+def _unread(foreign: Foreign, losses: list[str]) -> set[str]:
+    """The settings that TRL does not read with these losses."""
+    by_alpha = foreign.values.get("f_divergence_type") == "alpha_divergence"
+    read = {
+        "discopop_tau": "discopop" in losses,
+        "f_alpha_divergence_coef": by_alpha,
+        "label_smoothing": not {"robust", "exo_pair", "aot", "aot_unpaired"}.isdisjoint(losses),
+    }
+    return {key for key, is_read in read.items() if not is_read}
 
 
 def _divergence(kind: str) -> str:
@@ -49,7 +59,7 @@ def _kto(draft: Draft, foreign: Foreign) -> None:
     copy(draft, foreign, table)
     copy(draft, foreign, [Same("loss_type", "algorithm.preference.loss", None, lambda loss: [loss])])
     draft.lack(foreign, "precompute_ref_log_probs", "the reference is asked in every step", unless=(False,))
-    _reference(draft, foreign)
+    moving_reference(draft, foreign, 1)
     _lengths(draft, foreign)
 
 

@@ -70,7 +70,7 @@ def sampled(draft: Draft, foreign: Foreign, trainer: str, ranks: int) -> int:
     )
     updates = parts * int(draft.values["algorithm.epochs_per_batch"])
     _objective(draft, foreign, trainer)
-    _reference(draft, foreign, updates)
+    moving_reference(draft, foreign, updates)
     _engine(draft, foreign, trainer)
     for key, why in _LACKING.items():
         draft.lack(foreign, key, why, unless=(1.0, {}))
@@ -110,7 +110,7 @@ def _objective(draft: Draft, foreign: Foreign, trainer: str) -> None:
     copy(draft, foreign, [Same("router_aux_loss_coef", "algorithm.router_coef", None, float)])
 
 
-def _reference(draft: Draft, foreign: Foreign, updates: int) -> None:
+def moving_reference(draft: Draft, foreign: Foreign, updates: int) -> None:
     """The moving reference; TRL counts optimizer updates, of which a step makes several."""
     every, mix = foreign.take("ref_model_sync_steps", 512), foreign.take("ref_model_mixup_alpha", 0.6)
     if foreign.take("sync_ref_model", False):
