@@ -10,7 +10,10 @@ from shardproof.config.preference import LabelLoss, Preference
 from shardproof.config.sections import Sections
 
 _OF_KTO = ("desirable_weight", "undesirable_weight")
-_OF_DPO = ("label_smoothing", "precompute", "divergence", "divergence_alpha", "ld_alpha", "discopop_tau")
+_OF_DPO = (
+    *("loss_weights", "label_smoothing", "precompute", "divergence", "divergence_alpha", "ld_alpha"),
+    "discopop_tau",
+)
 # Keys of [algorithm] that algorithms on given completions read; all others are about what is sampled.
 _READ = {"name", "preset", "preference", "router_coef", "success_threshold", "success_on", "options"}
 _OF_REFERENCE = {"reference_sync_every", "reference_mix"}
@@ -80,8 +83,9 @@ def _preference(recipe: Sections, has_preference: bool) -> str | None:
         return f"algorithm.preference.loss: {wrong[0]!r} is not a loss of {name}"
     if labelled and len(preference.loss) > 1:
         return "algorithm.preference.loss: kto takes one loss"
+    plain = Preference()
     for key in _OF_DPO if labelled else _OF_KTO:
-        if getattr(preference, key) != Preference.model_fields[key].default:
+        if getattr(preference, key) != getattr(plain, key):
             return f"algorithm.preference.{key} is not for {name}: remove it"
     if labelled and "apo_zero_unpaired" not in preference.loss and recipe.train.prompts_per_step < 2:
         return "train.prompts_per_step=1: kto measures the KL on completions of other prompts of the step and needs 2"

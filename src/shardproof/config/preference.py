@@ -101,6 +101,13 @@ def _problem_of(preference: Preference) -> str | None:
         return f"label_smoothing is for {', '.join(SMOOTHED)}; {names[0]!r} does not know it"
     if "exo_pair" in names and not preference.label_smoothing:
         return "loss 'exo_pair' needs label_smoothing above 0, such as 1e-3: the logarithm of 0 is infinite"
+    fields = Preference.model_fields
+    for key, needed, is_read in (
+        ("discopop_tau", "loss = 'discopop'", "discopop" in names),
+        ("divergence_alpha", "divergence = 'alpha'", preference.divergence == "alpha"),
+    ):
+        if not is_read and getattr(preference, key) != fields[key].default:
+            return f"{key} is for {needed}: set it, or remove the key"
     odd = [name for name in names if name not in OF_SCORES]
     if preference.divergence != "reverse_kl" and odd:
         return f"divergence={preference.divergence!r} has no meaning for loss {odd[0]!r}; use one of {', '.join(OF_SCORES)}"

@@ -300,6 +300,15 @@ def test_nothing_is_cut_off_unless_the_recipe_says_so(caplog):
         (["algorithm.name=dpo", "algorithm.preference.loss=kto"], "'kto' is not a loss of dpo"),
         (["algorithm.name=kto", "algorithm.preference.loss=sigmoid"], "'sigmoid' is not a loss of kto"),
         (["algorithm.name=kto", "algorithm.preference.precompute=true"], "precompute is not for kto"),
+        (["algorithm.name=kto", "algorithm.preference.loss_weights=0.5"], "loss_weights is not for kto"),
+        (
+            ["algorithm.name=dpo", "algorithm.preference.discopop_tau=0.1"],
+            "discopop_tau is for loss = 'discopop': set it",
+        ),
+        (
+            ["algorithm.name=dpo", "algorithm.preference.divergence_alpha=0.7"],
+            "divergence_alpha is for divergence = 'alpha': set it",
+        ),
         (
             ["algorithm.name=kto", "train.prompts_per_step=1"],
             "kto measures the KL on completions of other prompts",
