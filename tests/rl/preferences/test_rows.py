@@ -251,6 +251,13 @@ def test_labels_and_margins_of_a_table_are_read_as_what_they_say(tmp_path):
             [{"prompt": "1+1=", "chosen": "2", "rejected": "1" * 80}],
             "does not fit the model's 64 positions",
         ),
+        (
+            "reward_model",
+            [
+                {"prompt": "1+1=", "chosen": "2", "rejected": "1" * 59}
+            ],  # 64 tokens, and one where it is scored
+            'set data.max_length=63 and data.on_max_length="truncate" or "drop"',
+        ),
         ("kto", [{"prompt": "1+1=", "completion": "2"}], "has no column 'label' (data.label_column)"),
         (
             "kto",
@@ -262,7 +269,8 @@ def test_labels_and_margins_of_a_table_are_read_as_what_they_say(tmp_path):
 )
 def test_rows_that_cannot_be_compared_are_refused(tmp_path, name, rows, said_by_error):
     data = write_rows(tmp_path / "rows.jsonl", [{**row, "answer": "2"} for row in rows])
-    recipe = recipe_of(name, f"data.train={data}", "data.evaluation=none")
+    more = ["reward=none"] if name == "reward_model" else []
+    recipe = recipe_of(name, f"data.train={data}", "data.evaluation=none", *more)
     with pytest.raises(ConfigError) as caught:
         check_inputs(recipe)
     assert said_by_error in str(caught.value)

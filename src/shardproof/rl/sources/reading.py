@@ -12,6 +12,7 @@ from shardproof.config.evaluation_sets import HeldOut
 from shardproof.config.schema import Recipe
 from shardproof.environments.pool import EnvironmentPool
 from shardproof.foreign import without_nulls
+from shardproof.rl.algorithms.registry import find_algorithm
 from shardproof.rl.conversations.conversation import Rules
 from shardproof.rl.conversations.prepare import SOURCE, rows_of
 from shardproof.rl.data import Prompt
@@ -185,7 +186,12 @@ def _following(recipe: Recipe, prompt: Prompt, limits: Limits) -> int:
     """How many tokens may follow a prompt."""
     samples = recipe.reward is not None or recipe.environment is not None
     sampled = (prompt.sampling or {}).get("max_new_tokens", limits.max_new_tokens) if samples else 0
-    return max(len(prompt.completion), len(prompt.rejected), sampled)
+    return max(len(prompt.completion), len(prompt.rejected), sampled) + _after_text(recipe)
+
+
+def _after_text(recipe: Recipe) -> int:
+    """How many tokens stand behind a text that a reward model learns from: see `train.score.scored_text`."""
+    return int(find_algorithm(recipe.algorithm.name).spec.role == "reward")
 
 
 def _without_long(recipe: Recipe, reading: Reading, prompts: list[Prompt], limits: Limits) -> list[Prompt]:
@@ -209,14 +215,18 @@ def _require_room(recipe: Recipe, prompts: Sequence[Prompt], limits: Limits) -> 
     longest = max(prompts, key=lambda prompt: len(prompt.tokens) + _following(recipe, prompt, limits))
     num, following = len(longest.tokens), _following(recipe, longest, limits)
     if num + following > limit:
-        sampled = limits.max_new_tokens
+        sampled, after = limits.max_new_tokens, _after_text(recipe)
+        given = max(len(longest.completion), len(longest.rejected))
+        is_given = bool(given) and following == given + after
         key = "rollout.max_new_tokens" if sampled == recipe.rollout.max_new_tokens else "max_new_tokens"
-        what = f"{key}={sampled}" if following == sampled else f"a completion of {following}"
-        where = f"the model's {limit} positions"
+        what = f"{key}={sampled}" if following == sampled else f"a completion of {following - after}"
+        where = f"the model's {limit} positions" + ", of which a score needs one behind the text" * after
         if recipe.environment is not None and limit == recipe.environment.max_tokens:
             where = f"environment.max_tokens={limit}"
         message = f"a prompt of {num} tokens with {what} does not fit {where}: {longest.text[:60]!r}."
         fix = 'set data.too_long="drop", or lower rollout.max_new_tokens'
+        if is_given:
+            fix = f'set data.max_length={limit - after} and data.on_max_length="truncate" or "drop"'
         raise unusable(message, fix)
 
 
