@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -79,15 +80,21 @@ def check_same_metrics(rows: list[dict[str, Any]]) -> None:
 
 
 def reduce_metrics(rows: list[dict[str, Any]], reductions: Mapping[str, str]) -> dict[str, float]:
-    """One number per metric from every rank's {name: partial result}; raises if ranks have other names."""
+    """One number per metric from every rank's {name: partial result}; raises if ranks have other names.
+
+    A metric of what a batch does not have, such as completions of one label, is NaN; without any token all are 0.
+    """
     check_same_metrics(rows)
-    return {name: _reduce([row[name] for row in rows], reductions.get(name, "mean")) for name in rows[0]}
+    nothing = math.nan if any(part[1] > 0 for row in rows for part in row.values()) else 0.0
+    return {
+        name: _reduce([row[name] for row in rows], reductions.get(name, "mean"), nothing) for name in rows[0]
+    }
 
 
-def _reduce(parts: list[list[float]], reduction: str) -> float:
+def _reduce(parts: list[list[float]], reduction: str, nothing: float) -> float:
     live = [part for part in parts if part[1] > 0]
     if not live:
-        return 0.0
+        return nothing
     if reduction == "max":
         return largest(part[0] for part in live)
     if reduction == "min":
