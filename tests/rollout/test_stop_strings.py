@@ -114,6 +114,26 @@ def test_a_stop_string_is_found_with_the_token_that_completes_it(kind):
     assert sum(num is not None for num in found) > 150 and None in found
 
 
+def test_a_stop_string_behind_characters_of_several_tokens():
+    """Bytes that follow each other are read as a whole or not at all: a look that begins within a character saw none."""
+    tokenizer = sentence_pieces()
+
+    def spelled(said: str) -> list[int]:
+        return [tokenizer.convert_tokens_to_ids(f"<0x{byte:02X}>") for byte in said.encode()]
+
+    for string in ("\n", "龍\n"):
+        for letter in "é龍🙂":
+            for count in range(9):
+                tokens = spelled(letter * count + string)
+                ends = Ends(Sampling(64, stop=StopStrings([string], tokenizer)))
+                assert ends.look(tokens) and ends.num == len(tokens), (string, letter, count)
+                # What ended too early does not end it later, with the last byte of another character.
+                least = Sampling(64, stop=StopStrings([string], tokenizer), min_new_tokens=len(tokens))
+                assert not Ends(least).look([*tokens, *spelled("é龍a")])
+                later, ends = [*tokens, *spelled("龍" + string)], Ends(least)
+                assert ends.look(later) and ends.num == len(later)
+
+
 def test_few_tokens_are_looked_at_and_stop_ids_end_before_strings():
     tokenizer, calls = byte_level(), []
     stops = StopStrings(["</answer>"], tokenizer)

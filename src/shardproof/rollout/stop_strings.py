@@ -54,14 +54,11 @@ class StopStrings:
         """The string that the last of the first `num` tokens completes, the one that begins first; "" if there is none."""
         if not self._may_complete(tokens[num - 1]):
             return ""
-        start, text = num, ""
-        while start > 0 and len(text) < self._longest + _MORE:
-            start = max(0, start - _BYTES * self._longest - _MORE)
-            text = self._decode(tokens[start:num])
+        start, text = self._end_of(tokens, num)
         if not any(string in text for string in self.strings):
             return ""
         # What ended before this token does not count: an answer may have to be longer.
-        before = self._decode(tokens[start : num - 1])
+        before = self._complete_text(tokens[start : num - 1])
         found = [(_place(text, before, string), string) for string in self.strings]
         places = [(at, string) for at, string in found if at >= 0]
         return min(places, key=lambda place: (place[0], -len(place[1])))[1] if places else ""
@@ -74,6 +71,29 @@ class StopStrings:
             found = _UNKNOWN in twice or not twice.startswith(alone)
             found = found or any(_completes(text, self.strings) for text in (alone, twice[len(alone) :]))
             self._can_complete[token] = found
+        return found
+
+    def _end_of(self, tokens: Sequence[int], num: int) -> tuple[int, str]:
+        """(a token, the text from it to the end of the first `num`), long enough for any of the strings."""
+        start, text = num, ""
+        while start > 0 and len(text) < self._longest + _MORE:
+            start = max(0, start - _BYTES * self._longest - _MORE)
+            text = self._decode(tokens[start:num])
+        # It may begin within a character. Some tokenizers then read none of the bytes that follow each other.
+        for first in range(start - 1, max(start - _BYTES, -1), -1):
+            if not text.startswith(_UNKNOWN):
+                break
+            start, text = first, self._decode(tokens[first:num])
+        return start, text
+
+    def _complete_text(self, tokens: Sequence[int]) -> str:
+        """The text up to the last character that is complete, which a part of the next one may make unreadable."""
+        found = text = self._decode(tokens)
+        for num in range(len(tokens) - 1, max(len(tokens) - _BYTES, -1), -1):
+            if not text.endswith(_UNKNOWN):
+                break
+            text = self._decode(tokens[:num])
+            found = max(found.rstrip(_UNKNOWN), text.rstrip(_UNKNOWN), key=len)
         return found
 
     def _decode(self, tokens: Sequence[int]) -> str:
