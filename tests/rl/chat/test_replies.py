@@ -6,6 +6,7 @@ import threading
 from dataclasses import dataclass
 
 import pytest
+from tokenizers import AddedToken
 
 from shardproof.environments.protocol import ToolCall
 from shardproof.rl.chat import format as format_module
@@ -202,6 +203,22 @@ def test_a_line_break_that_is_a_templates_only_end_is_written_once():
     for is_stop in (True, False):
         segments = ChatFormat.of(tokenizer).reply([user("one")], stop, is_stop=is_stop)
         assert tokenizer.decode(flat(segments)).startswith("user: one")
+
+
+@pytest.mark.parametrize("special", [False, True])
+def test_a_stop_id_that_closes_a_call_is_part_of_the_turn(special):
+    """Qwen's </tool_call> is a token of its own: without it the call was not closed, and the turn had no end."""
+    tokenizer = templates.make_tokenizer(templates.HERMES)
+    tokenizer.add_tokens(
+        [AddedToken("</tool_call>", special=special, normalized=False)], special_tokens=special
+    )
+    form, call = ChatFormat.of(tokenizer), '<tool_call>\n{"name": "weather", "arguments": {}}\n</tool_call>'
+    said = form.template.encode(call)
+    turn = form.turn(said, True, tools=[tool()])
+    assert said[-1] == tokenizer.convert_tokens_to_ids("</tool_call>") and not turn.malformed
+    assert [each.name for each in turn.calls] == ["weather"] and turn.text == call
+    behind = tokenizer.decode(flat(form.reply([answer("one")], said[-1], [tool()])))
+    assert behind.startswith("<|im_end|>\n<|im_start|>user")
 
 
 def test_a_stop_token_that_begins_the_next_message_is_not_written_again():

@@ -124,8 +124,8 @@ class ChatFormat:
         """The tokens between what the policy sampled and its next turn: the messages and what the template adds.
 
         `ended_with` is the token that ended what the policy sampled. The template's end of a turn is not written again if
-        it is that token, or if that is another stop token, `is_stop`, and no text. None: the turn was cut, and its end is
-        written. Raises `Unrenderable` if the template refuses the messages.
+        it is that token, or if that is another stop token, `is_stop`, and neither text nor a mark of calls. None: the turn
+        was cut, and its end is written. Raises `Unrenderable` if the template refuses the messages.
         """
         if not messages:
             raise Unrenderable("the reply has no messages")
@@ -136,7 +136,7 @@ class ChatFormat:
         contents = scaffold.contents(tail, messages)
         if spans is None or contents is None:
             contents, spans = [(0, 1)], [(0, 1)] * len(tokens)
-        replaces = is_stop and ended_with in self.template.own_tokens
+        replaces = is_stop and ended_with in self.template.own_tokens and not self._marks_calls(ended_with)
         begin = scaffold.num_sampled(ended_with, tokens, self.template.special_tokens, replaces)
         return list(_segments(tokens, spans, contents, begin))
 
@@ -151,10 +151,11 @@ class ChatFormat:
         """What the sampled tokens say. Never raises, whatever they are.
 
         `text` is without special tokens, as rewards read completions. Tool calls are looked for if there are tools, and
-        special tokens that mark them stay in `text` then.
+        special tokens that mark them stay in `text` then, the one that ended the turn too.
         """
-        said = tokens[:-1] if finished else tokens
         style = self.calls if tools else None
+        ends = finished and not (tokens and self._marks_calls(tokens[-1]))
+        said = tokens[:-1] if ends else tokens
         marks = style.markers if style is not None else ()
         text = self._text(said, marks)
         readable = self._text(said, (*marks, *self.thoughts.markers), text)
@@ -194,6 +195,13 @@ class ChatFormat:
             return self.template.decode(tokens, special=False) if without is None else without
         kept = [token for token in tokens if token not in special or special[token] in markers]
         return self.template.decode(kept, special=True)
+
+    def _marks_calls(self, token: int) -> bool:
+        """Whether a token is one of those between which the model writes its calls: it ends a call before it ends a turn."""
+        style = self._style
+        if style is None or style.name == "harmony":  # whose marks are around all that is said
+            return False
+        return self.template.decode([token], special=True).strip() in style.markers
 
     def _scaffold(self, messages: Sequence[Message], tools: Sequence[Schema]) -> Scaffold:
         fields = [{key: value for key, value in m.items() if key != "content"} for m in messages]
