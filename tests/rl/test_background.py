@@ -253,6 +253,19 @@ def test_what_was_drawn_to_its_end_is_kept_while_it_is_scored_and_not_asked_for_
         assert parts.engine.num_started == 1 and len(ledger) == 1
 
 
+def test_what_was_drawn_behind_an_end_that_has_come_nearer_since_is_drawn_anew():
+    """A run may go on with fewer tokens, or with another stop id: what lies behind that was trained on."""
+    (start,), drawn = starts_from([{}]), (5, 6, 7, 8)
+    begun = Segment(drawn, "policy", (-1.0,) * 4, 0, True)
+    for sampling in (replace(SAMPLING, max_new_tokens=3), replace(SAMPLING, stop_ids=(6,))):
+        with making() as parts:
+            made = [
+                parts.background.begin([replace(start, begun=given)], sampling).wait()[0].sampled
+                for given in (begun, None)
+            ]
+            assert made[0] == made[1] and parts.engine.num_started == 2
+
+
 def test_an_interrupt_reaches_a_caller_that_waits(users):
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))

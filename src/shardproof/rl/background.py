@@ -286,10 +286,19 @@ class BackgroundBatch:
         """A trajectory without an environment: the prompt and one turn of the policy."""
         asked = Trajectory.of_prompt(start.prompt.tokens, start.group, start.sample)
         own = start.own_sampling(self._sampling)
-        request = Request(asked, start.seed, begun=start.begun, sampling=own)
+        request = self._fitting(Request(asked, start.seed, begun=start.begun, sampling=own))
         answered = self._already(place, request) or await self._turn(place, request)
         common, include_stop = self._common, self._sampling.include_stop
         return with_text(answered, start.prompt, common.tokenizer, common.asks, include_stop)
+
+    def _fitting(self, request: Request) -> Request:
+        """Without what was drawn of it before, if that goes on behind its end: the run's settings are others since then."""
+        if request.begun is None:
+            return request
+        ends, tokens = Ends(request.settings(self._sampling)), request.begun.tokens
+        ends.look(tokens)
+        most = min(ends.num or len(tokens), request.limit(self._sampling))
+        return request if len(tokens) <= most else replace(request, begun=None)
 
     def _already(self, place: int, request: Request) -> Trajectory | None:
         """The answer, if all of it was drawn before the run was interrupted."""
