@@ -89,6 +89,15 @@ def test_tokens_stand_over_their_ids_and_what_is_trained_on_is_marked():
     assert "<s> _a\\n\\t b </s>" in plain and "^^^^^^^" in plain and "#" in plain
 
 
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_letters_that_a_terminal_lacks_are_escaped_and_ids_stay_below(encoding):
+    shared = [{"set": "evaluation", "rows": 1, "examples": ["漢字="]}]
+    lines = printed(facts([token("漢", 5), token("b", 7)], shared=shared), encoding=encoding).splitlines()
+    at = next(n for n, line in enumerate(lines) if "2 tokens" in line)
+    assert lines[at + 1 : at + 3] == ["  \\u6f22 b", "  5      7"]
+    assert any("such as '\\u6f22\\u5b57='" in line for line in lines)
+
+
 @pytest.mark.parametrize("width", [40, 80, 120])
 def test_lines_of_tokens_fit_the_terminal_and_hold_every_token(width):
     tokens = [token(f"word{n}" * (n % 4 + 1), n) for n in range(100)]
@@ -115,6 +124,12 @@ def test_the_demos_data():
     assert "train       2,100" in text and "Stop tokens: '<eos>' (1)" in text
     found = json.loads(run(TINY, "--json", "--rows", "2", "--split", "evaluation").splitlines()[-1])
     assert found["sets"]["evaluation"]["rows"] == 400 and len(found["shown"]) == 2
+
+
+def test_json_holds_what_no_terminal_can_show(tmp_path):
+    data = write_rows(tmp_path / "odd.jsonl", [{"prompt": "1+1=", "answer": "é\ud800"}])
+    given = (TINY, f"data.train={data}", "data.evaluation=none", "output.eval_every=0")
+    assert json.loads(run(*given, "--json").splitlines()[-1])["shown"][0]["answer"] == "é\ud800"
 
 
 def test_held_out_sets_may_have_any_name(tmp_path):

@@ -76,6 +76,6 @@ def _show(recipe: Recipe, label: str, rows: int, split: str, as_json: bool, term
     facts = summarise(recipe, inputs, split, rows)
     terminal.pause()
     if as_json:
-        print(json.dumps(facts, ensure_ascii=False))
+        print(json.dumps(facts))  # in ASCII, which every terminal and pipe takes
         return
     View(Console()).show(facts, label)

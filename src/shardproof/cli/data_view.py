@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -26,6 +27,8 @@ class View:
 
     def __init__(self, console: Console):
         self.console = console
+        if isinstance(console.file, io.TextIOWrapper):
+            console.file.reconfigure(errors="backslashreplace")
         rich = (console.encoding or "").lower().startswith("utf")
         self._white = _WHITE if rich else _PLAIN_WHITE
         self._bar, self._mark = (_BAR, _MARK) if rich else (_PLAIN_BAR, _PLAIN_MARK)
@@ -33,7 +36,11 @@ class View:
 
     def show(self, facts: Mapping[str, Any], label: str) -> None:
         """All facts, then the rows."""
-        self._print(Text.assemble((label, "bold"), f": {facts['algorithm']} on {printable(facts['model'])}"))
+        self._print(
+            Text.assemble(
+                (printable(label), "bold"), f": {facts['algorithm']} on {printable(facts['model'])}"
+            )
+        )
         self.console.print(self._sets(facts))
         self._print("min to max: tokens of prompts; longest: with what may follow them", "dim")
         self._lengths(facts)
@@ -138,7 +145,8 @@ class View:
 
     def _visible(self, text: str) -> str:
         shown = "".join(self._white.get(character, character) for character in text)
-        shown = printable(shown)
+        encoding = self.console.encoding
+        shown = printable(shown).encode(encoding, "backslashreplace").decode(encoding)
         return shown if len(shown) <= _MAX_CELL else shown[: _MAX_CELL - 1] + self._dots[0]
 
 
