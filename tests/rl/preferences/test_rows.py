@@ -224,7 +224,7 @@ def test_labels_and_margins_of_a_table_are_read_as_what_they_say(tmp_path):
     assert [float(side[0]) for side in batch.columns["side"]] == list(cells.values())
     margins = {"0.5": 0.5, " 2": 2.0, "": 0.0}
     assert {cell: margin_of("row 1", {"margin": cell}) for cell in margins} == margins
-    for odd in ("much", "nan", "1_0", "inf"):
+    for odd in ("much", "nan", "1_0", "inf", 10**400, -(10**400), 1e300, "1e39"):
         with pytest.raises(ConfigError, match="expected a number"):
             margin_of("row 1", {"margin": odd})
 

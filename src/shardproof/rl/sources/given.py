@@ -6,7 +6,6 @@ A completion begins where the tokens of the prompt alone and of prompt and compl
 from __future__ import annotations
 
 import logging
-import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -35,6 +34,7 @@ logger = logging.getLogger(__name__)
 Message = Mapping[str, Any]
 _LABELS = {"true": True, "1": True, "false": False, "0": False}  # as cells of a table say it
 _NUMBER = re.compile(r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?")
+_MAX_MARGIN = 1e38  # a float32 holds it; compared and not converted: integers may exceed any float
 MARGIN = "margin"  # the column with how much higher a better text's score should be, where rows have one
 
 
@@ -96,7 +96,7 @@ def margin_of(place: str, row: Row) -> float:
         margin = float(margin) if _NUMBER.fullmatch(margin.strip()) else margin.strip() or None
     if margin is None:
         return 0.0
-    if isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin):
+    if isinstance(margin, bool) or not isinstance(margin, int | float) or not abs(margin) < _MAX_MARGIN:
         message = f"{place}: column {MARGIN!r} holds {str(margin)[:40]!r}; expected a number."
         raise unusable(message, "write a number, or leave the column out")
     return float(margin)
