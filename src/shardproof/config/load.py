@@ -68,6 +68,8 @@ def _resolve(section: Any, key: str, base: Path) -> None:
 
 
 def _resolved(given: str, base: Path) -> str:
+    if not given:
+        return given  # the folder itself is not meant
     path = os.path.join(base, given)
     # Unlike Path.exists, this is False also for what can be no path.
     if os.path.exists(path) or (set(given) & set("*?[") and _has_files(path)):
@@ -85,6 +87,8 @@ def _has_files(pattern: str) -> bool:
 def _list_in(data: dict[str, Any], section: str, key: str) -> list[Any]:
     held = data.get(section)
     found = held.get(key) if isinstance(held, dict) else None
+    if isinstance(found, dict):  # a single table is a list of one
+        return [found]
     return found if isinstance(found, list) else []
 
 

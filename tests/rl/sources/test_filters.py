@@ -29,6 +29,18 @@ def refused(*args, **kwargs):
     return str(caught.value)
 
 
+@pytest.mark.parametrize("key", ["data.train", "data.evaluation", "data.pass_rates"])
+def test_no_name_is_no_folder(tmp_path, key):
+    """Empty text once meant the recipe's own folder, with everything that lies there."""
+    assert "'' names no file" in refused(tmp_path, f"{key}=")
+    text = TINY.read_text().replace('"tiny/model"', f'"{TINY.parent}/tiny/model"')
+    for line in ('train = "tiny/train.jsonl"', 'evaluation = "tiny/evaluation.jsonl"'):
+        text = text.replace(line, line.partition("=")[0] + '= ""')
+    write_rows(tmp_path / "rows.jsonl", SUMS)
+    (tmp_path / "recipe.toml").write_text(text)
+    assert load_recipe(tmp_path / "recipe.toml").data.train == ""
+
+
 def test_long_prompts_are_left_out_and_counted(tmp_path, caplog):
     caplog.set_level("INFO")
     limit = ("data.max_prompt_tokens=5", "data.evaluation=none", "output.eval_every=0")
@@ -191,3 +203,8 @@ def test_paths_of_lists_are_found_beside_the_recipe(tmp_path):
     ]
     assert [each.name for each in recipe.data.sources] == ["a", "b*", "rows"]
     assert len(check_inputs(recipe).prompts) == 48
+    table = '{ source = "rows/a.jsonl" }'  # a single one is a list of one
+    (tmp_path / "recipe.toml").write_text(text.replace('["rows/a.jsonl", "rows/b*.jsonl", "rows"]', table))
+    assert [each.source for each in load_recipe(tmp_path / "recipe.toml").data.sources] == [
+        f"{tmp_path}/rows/a.jsonl"
+    ]

@@ -35,6 +35,8 @@ def read_rows(source: str) -> Iterable[Place]:
 
 def files_of(source: str) -> list[Path]:
     """The files that a local source names, in the order of their names: itself, a folder's, or those of a pattern."""
+    if not source.strip():
+        raise unusable(f"{source!r} names no file.", "name a file, a folder or a data set")
     path = Path(source)
     # Of os.path, which says False of what can be no path or may not be looked at; pathlib's raise.
     if os.path.isdir(path):
