@@ -158,7 +158,18 @@ def test_mistakes_are_named_as_in_a_run(tmp_path):
     assert "Did you mean 'evaluation'?" in run(TINY, "--split", "evaluations", code=2)
     assert "no column 'question'" in run(TINY, "data.prompt_column=question", code=2)
     assert "C001" in run(tmp_path / "nowhere.toml", code=2)
+    assert "--to says where --measure writes" in run(TINY, "--to", tmp_path / "f", code=2)
+    assert "--measure writes a file" in run(TINY, "--json", "--measure", "2", code=2)
     assert "the folder does not exist" in run(TINY, "--measure", "2", "--to", tmp_path / "no" / "f", code=2)
+
+
+def test_what_nothing_judges_is_not_called_unsolved():
+    """A teacher's text needs no rewards. Pass rates of 0 were written then, and a curriculum called every prompt hard."""
+    recipe = (RECIPES / "tiny-distillation.toml", "reward=none", "output.eval_every=0")
+    assert "--measure needs rewards" in run(*recipe, "--measure", "2", code=2)
+    assert "which nothing says" in run(*recipe, "data.curriculum.easy=0.1", code=2)
+    measured = (RECIPES / "tiny-distillation.toml", "data.curriculum.easy=0.1", "--rows", "0")
+    assert "distillation" in run(*measured)
 
 
 def measure(recipe, path):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shardproof.cli.options import exit_code_of
-from shardproof.errors import ShardproofError, choose
+from shardproof.errors import ShardproofError, choose, fail
 from shardproof.terminal import LIBRARIES, Terminal, attached
 from shardproof.user_code import find_modules_in
 
@@ -48,6 +48,20 @@ def data(
         try:
             from shardproof.config.load import load_recipe
 
+            if to is not None and measure is None:
+                raise fail(
+                    "C001",
+                    "data",
+                    "--to says where --measure writes.",
+                    fix="add --measure N, or leave --to out",
+                )
+            if as_json and measure is not None:
+                raise fail(
+                    "C001",
+                    "data",
+                    "--measure writes a file, and shows nothing as JSON.",
+                    fix="leave --json out",
+                )
             checked = load_recipe(recipe, overrides or [])
             find_modules_in(Path(recipe).parent)
             if measure is not None:

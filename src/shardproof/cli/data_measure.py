@@ -24,6 +24,11 @@ _NAME = "pass_rates.jsonl"
 
 def measure_rates(recipe: Recipe, num_samples: int, path: Path | None, terminal: Terminal) -> None:
     """Start the recipe's ranks, which write the file; says what was found."""
+    if recipe.reward is None and recipe.environment is None:
+        fix = "name a function in reward.functions, with weight=0 if it is only to be measured"
+        raise fail(
+            "C001", "data", "--measure needs rewards: nothing says which completions are right.", fix=fix
+        )
     target = path or Path(recipe.data.pass_rates or _NAME)
     if not target.absolute().parent.is_dir():
         raise fail("C001", "data", f"--to {str(target)!r}: the folder does not exist.", fix="make it first")

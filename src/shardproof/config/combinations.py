@@ -25,6 +25,7 @@ def problem_of(recipe: Sections) -> str | None:
         _exact,
         _turns,
         _batching,
+        _curriculum,
         judge_problem,
         given_problem,
         evaluation_problem,
@@ -140,6 +141,15 @@ def _sampling(recipe: Sections) -> str | None:
     if settings.dynamic_sampling and rollout.group_size < 2:
         return (
             "algorithm.dynamic_sampling drops groups of equal rewards: rollout.group_size must be at least 2"
+        )
+    return None
+
+
+def _curriculum(recipe: Sections) -> str | None:
+    if recipe.data.curriculum is not None and recipe.reward is None and recipe.environment is None:
+        return (
+            "data.curriculum draws by how often prompts are solved, which nothing says: name a function in "
+            "reward.functions, with weight=0 if it is only to be measured"
         )
     return None
 
