@@ -253,6 +253,21 @@ def test_the_datasets_library_itself(tmp_path, monkeypatch):
     assert load_rows(f"hf:{tmp_path / 'set'}:train[:1]", "prompt", "answer") == rows[:1]
 
 
+def test_one_part_after_a_hub_name_is_a_split_or_a_config(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    configs = ""
+    for config in ("main", "other"):
+        (tmp_path / "set" / config).mkdir(parents=True)
+        write(tmp_path / "set" / config / "train.jsonl", {"prompt": config})
+        configs += f"- config_name: {config}\n  data_files:\n  - split: train\n    path: {config}/*.jsonl\n"
+    (tmp_path / "set" / "README.md").write_text(f"---\nconfigs:\n{configs}---\n")
+    source = f"hf:{tmp_path / 'set'}"
+    for named in (f"{source}:other", f"{source}:other:train"):
+        assert load_rows(named, "prompt", None) == [{"prompt": "other"}]
+    for named in (source, f"{source}:train", f"{source}:neither", f"{source}:other[:1]"):
+        assert "Config name is missing" in refused(named)
+
+
 def test_hub_sources_that_cannot_be_loaded(monkeypatch):
     library = types.ModuleType("datasets")
 

@@ -119,7 +119,6 @@ def _read_hub(source: str) -> Iterator[Place]:
     parts = _HUB_SOURCE.fullmatch(source)
     if parts is None:
         raise unusable(f"{source!r} is not hf:name[:config][:split], such as hf:openai/gsm8k:main:train.")
-    name, config, split = parts[1], parts[2], parts[3] or "train"
     try:
         import datasets
     except ImportError as error:
@@ -128,7 +127,7 @@ def _read_hub(source: str) -> Iterator[Place]:
             f"{source}: hub data sets need the package datasets, which is not installed.", fix
         ) from error
     try:
-        dataset: Any = datasets.load_dataset(name, config, split=split)
+        dataset = _load_hub(datasets.load_dataset, parts[1], parts[2], parts[3])
     except Exception as error:
         # The library raises dozens of types, its own and those of its storage; offline is one of them.
         fix = "check the name, the config and the split, and that this machine reaches the hub or has it in its cache"
@@ -139,6 +138,18 @@ def _read_hub(source: str) -> Iterator[Place]:
         except Exception as error:
             raise unusable(f"{place} cannot be sent to a reward: {type(error).__name__}: {error}.") from error
         yield place, dict(row)
+
+
+def _load_hub(load: Callable[..., Any], name: str, config: str | None, split: str | None) -> Any:
+    """A data set's rows. One part after the name is a split, or a config if there is no such split."""
+    try:
+        return load(name, config, split=split or "train")
+    except ValueError:
+        if config is not None or split is None or "[" in split:
+            raise
+        with contextlib.suppress(ValueError):
+            return load(name, split, split="train")
+        raise
 
 
 def _require_file(path: Path) -> None:
