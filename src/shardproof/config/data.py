@@ -48,8 +48,8 @@ class Curriculum(Section):
     alone."""
 
     rest: Fraction = 0.1
-    """The part of all prompts that is drawn before a prompt is drawn again, while others are left: without it
-    the first hard prompt that is found would be repeated until there are more."""
+    """The part of its source's prompts that is drawn before a prompt is drawn again, while others are left: without
+    it the first hard prompt that is found would be repeated until there are more."""
 
     @model_validator(mode="after")
     def _has_pools(self) -> Curriculum:

@@ -1,6 +1,7 @@
 """The online curriculum: pools by pass rate, the same on any number of ranks, resumed exactly."""
 
 import json
+from itertools import pairwise
 
 import pytest
 
@@ -118,3 +119,21 @@ def test_sources_keep_their_weights():
     one.learn({row: judge(row) for row in range(60)})
     drawn = one.take(128 * 4)
     assert sum(row < 30 for row in drawn) / len(drawn) == pytest.approx(0.75, abs=0.01)
+
+
+@pytest.mark.parametrize("weight", [1.0, 9.0])
+def test_a_prompt_of_a_small_source_rests_too(weight):
+    """Its source may hold fewer prompts than the rest of all data are drawn: it came in 8 of 10 of its source's places."""
+    one = stream(sizes=[40, 960], weights=[weight, 1.0], rest=0.25)
+    one.learn({row: NEVER if row != 7 else HALF for row in range(40)})
+    drawn = [row for row in one.take(2000) if row < 40]
+    places = [place for place, row in enumerate(drawn) if row == 7]
+    apart = [b - a for a, b in pairwise(places)]
+    assert min(apart) >= 4 and 10 <= sum(apart) / len(apart) <= 14
+
+
+def test_a_curriculum_that_begins_later_knows_nothing(caplog):
+    one = stream()
+    one.position = 24
+    one.restore({})  # of a run without pools
+    assert len(set(one.take(40))) == 40 and one.metrics()["pool/measured"] == 0.0 and not caplog.text

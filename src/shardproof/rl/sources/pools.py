@@ -43,6 +43,9 @@ class PoolStream(PromptStream):
         self._sources = None if weights is None else Deal(weights, seed)
         parts = sizes if weights is not None else [self.num_rows]
         self._source_of = np.repeat(np.arange(len(parts)), parts)
+        # Places of the stream in which a part of a source's prompts is drawn that is as large as `rest`.
+        shares = [1.0] if weights is None else [weight / sum(weights) for weight in weights]
+        self._rests = [settings.rest * size / share for size, share in zip(parts, shares, strict=True)]
         self._given = list(rates)
         self._forget()
 
@@ -80,7 +83,7 @@ class PoolStream(PromptStream):
 
     def _is_rested(self, row: int) -> bool:
         last = int(self._last[row])
-        return last < 0 or self._position - last > self._settings.rest * self.num_rows
+        return last < 0 or self._position - last > self._rests[self._source_of[row]]
 
     def learn(self, solved: Mapping[int, tuple[int, int]]) -> None:
         """Take {row: (completions that were solved, completions that were judged)} of all ranks."""
@@ -106,6 +109,8 @@ class PoolStream(PromptStream):
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self._forget()
+        if not state:
+            return  # of a run that had no pools until now
         if (state.get("num_rows"), state.get("fingerprint")) != (self.num_rows, self._fingerprint):
             logger.warning("the data are others than the pass rates were measured on: they are measured anew")
             return
