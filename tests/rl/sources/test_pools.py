@@ -121,6 +121,13 @@ def test_sources_keep_their_weights():
     assert sum(row < 30 for row in drawn) / len(drawn) == pytest.approx(0.75, abs=0.01)
 
 
+def test_all_rows_are_looked_at_once_for_each_pool(monkeypatch):
+    looks, oldest = [], PoolStream._oldest
+    monkeypatch.setattr(PoolStream, "_oldest", lambda *given: looks.append(given[2:4]) or oldest(*given))
+    stream().take(40)  # nothing is measured: two of the pools are empty
+    assert sorted(looks) == [(0, 0), (0, 1), (0, 2)]
+
+
 @pytest.mark.parametrize("weight", [1.0, 9.0])
 def test_a_prompt_of_a_small_source_rests_too(weight):
     """Its source may hold fewer prompts than the rest of all data are drawn: it came in 8 of 10 of its source's places."""

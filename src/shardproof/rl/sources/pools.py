@@ -64,11 +64,15 @@ class PoolStream(PromptStream):
     def take(self, n: int) -> list[int]:
         pools, taken = self._pools_of_rows(), []
         queues: dict[tuple[int, int], deque[int]] = {}  # the rows that come next in a source's pool
+        empty: set[tuple[int, int]] = set()  # pools without a row: to look for one takes a look at all rows
 
         def next_in(source: int, pool: int) -> deque[int]:
-            if not queues.get((source, pool)):
-                queues[source, pool] = deque(self._oldest(pools, source, pool, n))
-            return queues[source, pool]
+            key = source, pool
+            if not queues.get(key) and key not in empty:
+                queues[key] = deque(self._oldest(pools, source, pool, n))
+                if not queues[key]:
+                    empty.add(key)
+            return queues[key]
 
         for _ in range(n):
             source = 0 if self._sources is None else self._sources.at(self._position)
