@@ -76,10 +76,10 @@ class Ran:
 
 
 class Sandbox:
-    """Runs code under limits, many at once."""
+    """Runs code under limits, many at once: by default as many as there are cores, at least four."""
 
-    def __init__(self, limits: Limits, key: str = "environment.tools.python"):
-        self.limits, self._key = limits, key
+    def __init__(self, limits: Limits, key: str = "environment.tools.python", at_once: int | None = None):
+        self.limits, self._key, self._at_once = limits, key, at_once or _AT_ONCE
         self._machine = platform.machine()
         if sys.platform != "linux" or self._machine not in sandbox_rules.MACHINES:
             kinds = " or ".join(sandbox_rules.MACHINES)
@@ -122,7 +122,7 @@ class Sandbox:
         """Run the code in a new process with a new folder, and wait for its end."""
         if len(code) > _MOST_CODE:
             return Ran(b"", 0, 0, f"not run: the code is longer than {_MOST_CODE} characters")
-        slots = self._slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(_AT_ONCE))
+        slots = self._slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self._at_once))
         async with slots:
             folder = tempfile.mkdtemp(dir=sandbox_folders.base())
             try:

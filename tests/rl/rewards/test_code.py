@@ -111,6 +111,14 @@ def test_an_endless_program_is_wrong_and_not_a_failure():
     assert scored(tests, fenced(endless), timeout_s=60, total_s=0.5) == [0.0]
 
 
+def test_programs_that_run_at_once_have_their_time_each(monkeypatch):
+    monkeypatch.setattr(
+        "shardproof.environments.sandbox._AT_ONCE", 1
+    )  # for the tool, whose calls wait for each other
+    slow = fenced("import time\ntime.sleep(1)\nprint(1)")
+    assert scored([{"input": "", "output": "1"}], *[slow] * 4, total_s=3.0) == [1.0] * 4
+
+
 def test_a_program_has_no_network_no_files_of_others_and_little_memory(tmp_path):
     (tmp_path / "secret").write_text("1")
     tests = [{"input": "", "output": "1"}]
