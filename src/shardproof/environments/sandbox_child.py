@@ -86,8 +86,12 @@ def _restrict_calls(plan):
     _checked("seccomp", _libc.prctl(_PR_SET_SECCOMP, 2, ctypes.byref(described), 0, 0))
 
 
-def run(source, name="__main__", shows_value=True):
-    """Run the code as a script, and print the value of its last line if that is an expression, as a notebook does."""
+def run(source, name="__main__", behind=None):
+    """Run the code, and print the value of its last line if that is an expression, as a notebook does.
+
+    With `behind`, which may be empty, it is a script, whose values are not printed. What is behind it is compiled by
+    itself: no end of the code, such as a line that goes on, makes a part of the one what the other says.
+    """
     import _ast
 
     main = type(sys)(name)
@@ -95,9 +99,11 @@ def run(source, name="__main__", shows_value=True):
     sys.modules["__main__"] = sys.modules[name] = main
     try:
         tree = compile(source, "<code>", "exec", _ONLY_TREE, dont_inherit=True)
-        has_value = shows_value and tree.body and isinstance(tree.body[-1], _ast.Expr)
+        has_value = behind is None and tree.body and isinstance(tree.body[-1], _ast.Expr)
         last = tree.body.pop() if has_value else None
         exec(compile(tree, "<code>", "exec", dont_inherit=True), main.__dict__)
+        if behind:
+            exec(compile(behind, "<behind>", "exec", dont_inherit=True), main.__dict__)
         if last is not None:
             expression = _ast.Expression(body=last.value)
             value = eval(compile(expression, "<code>", "eval", dont_inherit=True), main.__dict__)
@@ -172,7 +178,7 @@ def main():
     if script is None:
         run(plan["code"])
     else:
-        run(plan["code"], script[1], shows_value=False)
+        run(plan["code"], script[1], script[2])
 
 
 if __name__ == "__main__":

@@ -63,6 +63,14 @@ def test_tests_that_are_code_run_behind_the_program_each_on_its_own():
     assert scored(tests, *map(fenced, programs)) == pytest.approx([2 / 3, 2 / 3, 2 / 3, 0, 0, 0])
 
 
+def test_no_end_of_a_program_makes_its_test_a_part_of_it():
+    test = "def check(candidate):\n    assert candidate(1) == 2"
+    swallows = "def f(x):\n    return 0\nasync \\"  # and what is never awaited holds
+    assert scored([test + "\ncheck(f)"], swallows, fenced=False) == [0.0]
+    right = "def f(x):\n    return x + 1  # \\"
+    assert scored(["from __future__ import annotations\nassert f(1) == 2"], fenced(right)) == [1.0]
+
+
 def test_a_function_is_called_by_name_alone_or_of_a_class():
     tests = '{"fn_name": "add", "inputs": [[1, 2], [[1], [2]]], "outputs": [3, [[1, 2]]]}'
     plain, method = (

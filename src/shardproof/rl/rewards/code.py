@@ -118,8 +118,7 @@ class Code:
         else:
             word = secrets.token_hex(16)
             end = _END.format(word=word, said="_said" if case.is_call else "''")
-            source = f"{program}\n{case.code}\n{end}"
-            ran = await sandbox.run(source, Script(module="program"))
+            ran = await sandbox.run(program, Script(module="program", behind=f"{case.code}\n{end}"))
             _, mark, said = ran.output.decode("utf-8", "replace").rpartition(f"\n{word}\n")
             good = ran.status == 0 and bool(mark)
             good = good and (_is_returned(said, case.returns) if case.is_call else not said)
