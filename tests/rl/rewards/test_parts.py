@@ -2,7 +2,9 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
+import torch
 
 from shardproof.config.load import load_recipe
 from shardproof.config.roles import RESERVED
@@ -186,3 +188,30 @@ def test_options_reach_a_users_object_whatever_its_attributes_are_called():
 
     asked = Function(Mine(), RewardSpec("mine:reward", options={"bonus": 0.25}))
     assert asked.now([("p", "c", {})]) == [Outcome(0.25)] and asked.longest_s == 5.0
+
+
+def test_a_table_without_a_score_is_a_failure_and_no_silence():
+    tables = {"ok": {"score": None}, "old": {"reward": 1}, "typo": {"scores": 1.0}, "empty": {}}
+    asked = Function(
+        lambda solution_str, **others: tables[solution_str], RewardSpec("mine:reward", signature="verl")
+    )
+    said = Outcome(0.0, "returned a table without 'score'")
+    assert [asked.now([("p", name, {})])[0][:2] for name in tables] == [
+        (None, None),
+        (1.0, None),
+        said[:2],
+        said[:2],
+    ]
+
+
+def test_numbers_of_arrays_and_tensors_are_numbers():
+    given = [np.bool_(True), np.float32(0.5), torch.tensor(2.0), torch.tensor(3), np.array(4)]
+    values = [1.0, 0.5, 2.0, 3.0, 4.0]
+    each = Function(lambda prompt, completion, row: row["value"])
+    assert [each.now([("p", "c", {"value": value})])[0] for value in given] == [*map(Outcome, values)]
+    batch = Function(lambda completions, **columns: given, RewardSpec("mine:reward", signature="trl"))
+    assert batch.now([("p", "c", {})] * 5) == [*map(Outcome, values)]
+    wrong = {"torch.Tensor": torch.ones(1), "str": np.array("1"), "complex": torch.tensor(1j)}
+    for name, value in wrong.items():
+        (found,) = each.now([("p", "c", {"value": value})])
+        assert found.error == f"returned {name}, expected a number"

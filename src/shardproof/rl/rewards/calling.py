@@ -138,7 +138,7 @@ def verl_arguments(completion: str, row: dict[str, Any]) -> dict[str, Any]:
 def _of_verl(found: Mapping[str, Any]) -> Measured:
     """A score with what was measured beside it: numbers become metrics, the rest is left out."""
     key = "score" if "score" in found else "reward"
-    return Measured(found.get(key), {str(name): value for name, value in found.items() if name != key})
+    return Measured(found[key], {str(name): value for name, value in found.items() if name != key})
 
 
 def _forget(column: str, values: Sequence[Any]) -> None:
@@ -171,6 +171,8 @@ def _attempted(call: Callable[[], Any], num: int, spec: RewardSpec, facts: dict[
 def _read(value: Any, num: int, spec: RewardSpec, facts: Mapping[str, Any]) -> list[Outcome]:
     """Outcomes from what a function returned: one value, or a list with one for each sample."""
     if spec.signature == "verl" and isinstance(value, Mapping):
+        if not {"score", "reward"} & value.keys():  # no silence, which is a None
+            return [Outcome(0.0, "returned a table without 'score'")]
         value = _of_verl(value)
     if not spec.is_batched:
         return [_outcome(value)]
@@ -193,9 +195,13 @@ def _outcome(value: Any) -> Outcome:
         value, facts = value.value, _shown(value.facts)
     if value is None:
         return Outcome(None, None, facts)
-    if not isinstance(value, numbers.Real):
-        return Outcome(0.0, f"returned {_type_name(value)}, expected a number")
     try:
+        if (
+            getattr(value, "ndim", None) == 0
+        ):  # a tensor or an array of one number, as torch.tensor takes them
+            value = value.item()
+        if not isinstance(value, numbers.Real):
+            return Outcome(0.0, f"returned {_type_name(value)}, expected a number")
         number = float(value)
     except Exception as error:  # too large, or a class of the user's own
         return Outcome(0.0, describe_error(error))
@@ -217,6 +223,6 @@ def _shown(facts: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _type_name(value: object) -> str:
-    """With its module: numpy.bool is not the bool that is a number."""
+    """With its module: a user's class may be called as one of Python's."""
     kind = type(value)
     return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"

@@ -24,7 +24,8 @@ _BLOCK = re.compile(r"^[ \t]*```([^\n`]*)\n(.*?)^[ \t]*```", re.DOTALL | re.MULT
 _LANGUAGES = ("", "python", "py", "python3")
 _OUTPUT_CHARS = 250_000
 _SLACK_S = 30.0  # for a busy machine to end the last test
-_AT_ONCE = 4096  # the entry's concurrency is the limit: what waited for the sandbox would have lost of its time
+# The entry's concurrency is the limit: what waited for the sandbox would have lost of its time.
+_AT_ONCE = 4096
 
 _CALL = """
 import json as _json
