@@ -95,7 +95,7 @@ class _Handler(BaseHTTPRequestHandler):
             return self._send(200, b"[" * 100_000)
         elif words[0] == "refuse":
             key = self.headers.get("Authorization", "")
-            return self._send(401, f"wrong key: {key}".encode())
+            return self._send(401, f"{''.join(words[1:])}wrong key: {key}".encode())
         said = told.partition("say ")[2] or "Fine. Score: 7"
         body = {"choices": [{"message": {"content": said}}], "usage": {"total_tokens": 30}}
         if words[0] == "chunked":

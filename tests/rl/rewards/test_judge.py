@@ -153,6 +153,9 @@ def test_the_key_is_sent_and_never_shown(server, monkeypatch, tmp_path):
     assert good.value == 0.7 and server.headers[0]["Authorization"] == f"Bearer {KEY}"
     assert refused.error == "RuntimeError: the judge answered with status 401: wrong key: Bearer ***"
     assert KEY not in echoed.error and "*** is no score" in echoed.error
+    # A text that is cut in the middle of the key shows no part of it.
+    cut = ask(judge, f"refuse {'x' * 180}", f"say {KEY} is no score{'.' * 180}")
+    assert all("secret" not in one.error and "sk-" not in one.error for one in cut)
     assert len([*tmp_path.rglob("*.json")]) == 1
     assert not any(KEY in path.read_text() for path in tmp_path.rglob("*.json"))
     assert server.seen["refuse"] == 1  # it would be refused again

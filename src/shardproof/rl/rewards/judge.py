@@ -215,7 +215,7 @@ class Judge:
         if answer.status in _LATER or answer.status >= 500:
             raise _Retry(f"the judge answered with status {answer.status}", _retry_after(answer))
         if answer.status != 200:
-            said = self._safe(answer.body.decode("utf-8", "replace")[:_SHOWN])
+            said = self._safe(answer.body.decode("utf-8", "replace"))[:_SHOWN]
             raise RuntimeError(f"the judge answered with status {answer.status}: {said}")
         try:
             found = json.loads(answer.body)
@@ -230,7 +230,7 @@ class Judge:
         low, high = self.scale
         score = _json_score(text, self.json_key) if self.json_key else self._matched(text)
         if score is None:
-            raise ValueError(f"the judge's answer holds no score: {self._safe(text[-_SHOWN:])!r}")
+            raise ValueError(f"the judge's answer holds no score: {self._safe(text)[-_SHOWN:]!r}")
         if not low <= score <= high:
             raise ValueError(f"the judge's score {score:g} is not from {low:g} to {high:g}")
         return (score - low) / (high - low)
@@ -240,7 +240,7 @@ class Judge:
         return _number(found[-1]) if found else None
 
     def _safe(self, text: str) -> str:
-        """Without the key, which servers repeat in errors."""
+        """Without the key, which servers repeat in errors. Before the text is cut: a part of a key is no match."""
         return text.replace(self._key, "***") if self._key else text
 
 
