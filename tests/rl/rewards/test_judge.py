@@ -177,6 +177,9 @@ def test_what_was_judged_before_is_not_asked_again(server, tmp_path):
     # Another pattern reads another score from the same answer.
     (found,) = ask(judge_of(server, around, pattern=r"(\d+)$", scale=[0, 7]), "a")
     assert (found.value, found.facts) == (1.0, {"cached": 1.0})
+    # One that finds none there asks again.
+    (found,) = ask(judge_of(server, around, pattern=r"Grade: (\d+)"), "a")
+    assert "holds no score" in found.error and server.seen["a"] == 3
     (elsewhere,) = ask(judge_of(server, around, cache=str(tmp_path / "shared")), "a")
     (never,) = ask(judge_of(server, around, cache=False), "a")
     assert (elsewhere.facts["cached"], never.facts["cached"]) == (0, 0)

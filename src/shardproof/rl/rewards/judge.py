@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import email.utils
 import json
 import math
@@ -147,7 +148,9 @@ class Judge:
         asked = self._request({**row, "prompt": prompt, "completion": completion})
         key = Cache.key({"url": self._endpoint, **asked})
         if (known := self._cache.get(key)) is not None:
-            return Measured(self._value(known["text"]), {"cached": 1.0})
+            # Kept where another pattern or scale was used, it may have no score for this one.
+            with contextlib.suppress(ValueError):
+                return Measured(self._value(known["text"]), {"cached": 1.0})
         if (other := self._asked.get(key)) is not None:  # the same completion, which is being judged now
             value, _ = await asyncio.shield(other)
             return Measured(value, {"cached": 1.0})
