@@ -24,6 +24,7 @@ class JudgeServer(ThreadingHTTPServer):
         self.asked: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         self.times: list[float] = []
+        self.paths: list[str] = []
         self.seen: Counter[str] = Counter()  # of each text, how often it was asked about
         self.now = self.most_at_once = 0
         self.lock, self.over = threading.Lock(), threading.Event()
@@ -60,6 +61,7 @@ class _Handler(BaseHTTPRequestHandler):
             server.asked.append(asked)
             server.headers.append(dict(self.headers))
             server.times.append(time.monotonic())
+            server.paths.append(self.path)
             server.seen[told] += 1
             seen = server.seen[told]
             server.now += 1

@@ -54,6 +54,15 @@ def test_the_judge_reads_the_template_and_its_score_is_scaled(server):
     assert "Reference answer:\nfour\n" in user["content"]
 
 
+def test_a_service_with_a_query_in_its_address_and_another_name_for_the_limit(server):
+    for end in ("?version=1", "/", "/chat/completions/?version=1", "/chat/completions"):
+        judge = judge_of(server, url=server.url + end, cache=False, body={"max_completion_tokens": 5})
+        (found,) = ask(judge, "a")
+        assert found.value == 0.7 and "max_tokens" not in server.asked[-1]
+    query = "?version=1"
+    assert server.paths == [f"/v1/chat/completions{each}" for each in (query, "", query, "")]
+
+
 @pytest.mark.parametrize(
     ("said", "options", "value"),
     [
@@ -206,6 +215,7 @@ def test_a_column_that_the_prompt_names_must_be_there(server):
     [
         {"url": 5},
         {"url": "http://host:99999/v1"},
+        {"url": "http://me:secret@host/v1"},
         {"model": ["a"]},
         {"system": 1},
         {"json_key": 1},

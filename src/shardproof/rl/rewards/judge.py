@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
-from urllib.parse import urlsplit
+from urllib.parse import urlsplit, urlunsplit
 
 from shardproof.rl.rewards.answers import compiled_pattern
 from shardproof.rl.rewards.calling import Measured
@@ -85,6 +85,10 @@ class Judge:
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
             raise ValueError(
                 f"url={self.url!r} is not the address of a server, such as http://localhost:8000/v1"
+            )
+        if parts.username is not None or parts.password is not None:
+            raise ValueError(
+                "url has a name or a password, which would be kept with the run: use api_key_env"
             )
         if not self.model:
             raise ValueError("model is missing: the name under which the server knows the judge")
@@ -169,8 +173,9 @@ class Judge:
 
     @property
     def _endpoint(self) -> str:
-        base = self.url.rstrip("/")
-        return base if base.endswith("/chat/completions") else f"{base}/chat/completions"
+        parts = urlsplit(self.url)
+        path = parts.path.rstrip("/").removesuffix("/chat/completions") + "/chat/completions"
+        return urlunsplit(parts._replace(path=path, fragment=""))
 
     def _request(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         # In one pass: what a completion holds in braces is not filled in.
@@ -178,7 +183,9 @@ class Judge:
         messages = [{"role": "user", "content": written}]
         if self.system is not None:
             messages.insert(0, {"role": "system", "content": self.system})
-        sampling = {"temperature": self.temperature, "max_tokens": self.max_tokens}
+        sampling = {"temperature": self.temperature}
+        if "max_completion_tokens" not in self.body:  # its name at some services, which refuse the other
+            sampling["max_tokens"] = self.max_tokens
         return {"model": self.model, "messages": messages, **sampling, **self.body}
 
     async def _judged(self, asked: dict[str, Any], key: str) -> tuple[float, dict[str, float]]:
