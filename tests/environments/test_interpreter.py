@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 import subprocess
@@ -272,6 +273,34 @@ def test_files_are_limited():
     assert "it wrote too many files" in run(tool, many)
     none = PythonTool({**PATIENT, "files_mb": 0})
     assert REFUSED in run(none, "open('a', 'w')") and run(none, "import os; os.listdir()") == "[]"
+
+
+def test_a_file_that_comes_and_goes_hides_no_others(tmp_path, monkeypatch):
+    class Gone:
+        def __init__(self, entry):
+            self.path, self._entry = entry.path, entry
+
+        def is_dir(self, **options):
+            return self._entry.is_dir(**options)
+
+        def stat(self, **options):
+            if self._entry.name == "flickers":
+                raise FileNotFoundError
+            return self._entry.stat(**options)
+
+    @contextlib.contextmanager
+    def looked_at(path):
+        # The one that is gone comes first.
+        yield [Gone(entry) for entry in sorted(scan(path), key=lambda entry: entry.name != "flickers")]
+
+    scan = os.scandir
+    for name in ("flickers", "stays"):
+        (tmp_path / name).write_bytes(b"x" * 2**20)
+    monkeypatch.setattr(os, "scandir", looked_at)
+    assert sandbox_folders.holds_more(str(tmp_path), 2**19)
+    assert not sandbox_folders.holds_more(str(tmp_path), 2**21)
+    monkeypatch.undo()
+    assert not sandbox_folders.holds_more(str(tmp_path / "removed"), 0)
 
 
 @pytest.mark.fault

@@ -53,17 +53,17 @@ def holds_more(folder: str, most: int) -> bool:
     folders, count = [folder], 0
     try:
         while folders:
-            with os.scandir(folders.pop()) as entries:
+            with contextlib.suppress(FileNotFoundError), os.scandir(folders.pop()) as entries:
                 for entry in entries:
                     count += 1
-                    if entry.is_dir(follow_symlinks=False):
-                        folders.append(entry.path)
-                    else:
-                        most -= entry.stat(follow_symlinks=False).st_blocks * 512
+                    # What is removed while looking hides nothing of the others.
+                    with contextlib.suppress(FileNotFoundError):
+                        if entry.is_dir(follow_symlinks=False):
+                            folders.append(entry.path)
+                        else:
+                            most -= entry.stat(follow_symlinks=False).st_blocks * 512
                     if most < 0 or count > _MANY_FILES:
                         return True
-    except FileNotFoundError:  # removed while looking
-        return False
     except OSError:  # a path that is too long, a folder without rights
         return True
     return False
