@@ -275,6 +275,23 @@ def test_files_are_limited():
     assert REFUSED in run(none, "open('a', 'w')") and run(none, "import os; os.listdir()") == "[]"
 
 
+def test_code_that_ended_in_time_is_not_late_because_something_else_kept_the_loop():
+    async def beside_what_blocks(code):
+        async def block():
+            await asyncio.sleep(0.05)
+            time.sleep(2.0)  # as an async reward that computes
+
+        limited = sandbox.Sandbox(sandbox.Limits(timeout_s=1.0))
+        ran, _ = await asyncio.gather(limited.run(code), block())
+        return ran
+
+    ran = asyncio.run(beside_what_blocks("print(1)"))
+    assert (ran.output, ran.ended, ran.status) == (b"1\n", None, 0)
+    assert asyncio.run(beside_what_blocks("import time; time.sleep(100)")).ended.startswith(
+        "stopped: it took"
+    )
+
+
 def test_a_file_that_comes_and_goes_hides_no_others(tmp_path, monkeypatch):
     class Gone:
         def __init__(self, entry):

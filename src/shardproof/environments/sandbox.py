@@ -31,6 +31,7 @@ _MIB = 2**20
 _MOST_CODE, _MOST_OUTPUT = _MIB, 16 * _MIB  # bytes; code that prints more is stopped
 _OPEN_FILES, _FILES_IN_ALL = 64, 4  # the latter: times the largest file
 _LOOK_S = 0.2  # how often the folder is looked at
+_LAST_WORDS_S = 5.0  # to read what code has printed that ended in time
 _START_S = 60.0  # for the trial at the start
 _AT_ONCE = max(4, os.cpu_count() or 1)  # processes per worker: each may take all of its memory
 _LANDLOCK_VERSION = 1  # flag
@@ -166,6 +167,8 @@ class Sandbox:
             done, _ = await asyncio.wait(
                 tasks, timeout=self.limits.timeout_s, return_when=asyncio.FIRST_COMPLETED
             )
+            if not done and _has_ended(process.pid):  # in time, while something else kept this loop
+                done, _ = await asyncio.wait([talk], timeout=_LAST_WORDS_S)
         finally:
             for task in tasks:
                 task.cancel()
@@ -247,6 +250,14 @@ class Sandbox:
             fix="run on Linux 5.13 or newer with Landlock and seccomp enabled, also inside of containers; or leave "
             f"{self._key} out",
         )
+
+
+def _has_ended(process: int) -> bool:
+    """Whether a child has ended, though the loop may not know of it yet."""
+    try:
+        return os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    except ChildProcessError:  # somebody has been told so
+        return True
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
