@@ -24,6 +24,16 @@ from shardproof.rl.rewards.runner import RewardRunner, RewardSpec
         ("5 dollars", "That is 5", "That is 6"),
         ("#### 42", "42", "#### 41"),
         ("$x=3$", "x = 3", "x = 4"),
+        (
+            r"\begin{pmatrix} 1 & -2 \\ 0 & 3 \end{pmatrix}",
+            r"\boxed{\begin{pmatrix} 1 & -2 \\[2pt] 0 & 3 \end{pmatrix}}",
+            "3",
+        ),
+        (r"\begin{array}{cccc} 1 & 3 \end{array}", r"$\begin{array}{cccc} 1 & 3 \end{array}$", "3"),
+        (r"\text{no solution}", r"\boxed{\text{no solution}}", r"\boxed{\text{many}}"),
+        (r"\text{June 20}", r"\boxed{\text{June 20}}", r"\boxed{20}"),
+        (r"\$32,348", r"\boxed{32348}", r"\boxed{\$32}"),
+        ("2*sqrt(3)", r"$2\sqrt{3}$", "2"),
         (r"\{1,2\}", r"$\{2,1\}$", r"$\{2,3\}$"),
     ],
 )

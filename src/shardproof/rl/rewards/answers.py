@@ -21,7 +21,10 @@ _NUMBER = re.compile(
 )
 
 _MATH_S = 2  # for reading the answer, for reading the completion, and for comparing them
-_SENTENCE = re.compile(r"[$#]|\\boxed|\\[(\[]|(?<![\\A-Za-z])[A-Za-z]{4,}")  # marks of mathematics, or words
+# Marks of mathematics, and words: none are those of LaTeX itself, such as \begin{pmatrix} and \text{even}, or a plain root.
+_MARKS = re.compile(r"(?<!\\)[$#]|\\boxed|(?<!\\)\\[(\[]")
+_LATEX = re.compile(r"\\[A-Za-z]+\*?(?:\s*(?:\{[^{}]*\}|\[[^][]*\]))*")
+_WORD = re.compile(r"(?<![A-Za-z])(?!sqrt(?![A-Za-z]))[A-Za-z]{4,}")
 
 
 def exact_match(prompt: str, completion: str, row: dict[str, Any]) -> float:
@@ -126,7 +129,8 @@ def mathematics(row: dict[str, Any]) -> str:
         number = Decimal(text)
         if number.is_finite() and abs(number.adjusted()) < 100:
             return f"${number:f}$"  # 1e-05 would be read with Euler's number
-    return text if _SENTENCE.search(text) else f"${text}$"
+    is_sentence = _MARKS.search(text) or _WORD.search(_LATEX.sub(" ", text))
+    return text if is_sentence else f"${text}$"
 
 
 def _pattern(row: dict[str, Any]) -> re.Pattern[str]:
