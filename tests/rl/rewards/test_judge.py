@@ -69,6 +69,8 @@ def test_a_service_with_a_query_in_its_address_and_another_name_for_the_limit(se
         ("Score: 0", {}, 0.0),
         ("score = 10", {}, 1.0),
         ("First Score: 2, no, **Score:** 3", {}, 0.3),
+        ("**Score (0-10):** 8", {}, 0.8),
+        ("Score (8)", {}, 0.8),
         ("Score: -3", {"scale": [-5, 5]}, 0.2),
         ("**Score:** \u22122.5 of 5", {"scale": [-5, 5]}, 0.25),
         ("Score - .5", {}, 0.05),

@@ -35,7 +35,8 @@ Answer to rate:
 {completion}
 
 Explain your rating in one or two sentences, then end with a line "Score: N"."""
-PATTERN = r"(?i)score\W{1,5}?([-\u2212]?[0-9]*\.?[0-9]+)"
+# What stands in brackets is the scale: "Score (0-10): 7".
+PATTERN = r"(?i)score(?:\s*\([^()\n]*\))?\W{1,5}?([-\u2212]?[0-9]*\.?[0-9]+)"
 _FIELD = re.compile(r"\{(\{\w+\})\}|\{(\w+)\}")  # {{name}} stands for {name}
 _GIVEN = ("prompt", "completion", "completion_ids", "turns")  # of a sample, and no columns of the data
 _MOST_TOKENS = 10**7  # that one request can have taken
