@@ -140,7 +140,8 @@ def test_a_program_has_no_network_no_files_of_others_and_little_memory(tmp_path)
 
 
 def test_the_last_block_of_python_is_the_program():
-    assert program_of("```py\na\n```\n```json\n{}\n```\n```\nb\n```") == "b\n"
+    assert program_of("```py\na\n```\n```python\nb\n```\nIt prints:\n```\n3\n```") == "b\n"
+    assert program_of("```\na\n```\n```\nb\n```\n```json\n{}\n```") == "b\n"
     assert program_of("```json\n{}\n```") is None and program_of("```python\nnot closed") is None
     assert program_of("") is None and program_of("``````\n```") is None
 

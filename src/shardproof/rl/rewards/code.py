@@ -21,7 +21,7 @@ from shardproof.rl.rewards.options import number, one_of
 from shardproof.rl.rewards.specs import Surroundings
 
 _BLOCK = re.compile(r"^[ \t]*```([^\n`]*)\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
-_LANGUAGES = ("", "python", "py", "python3")
+_LANGUAGES = ("python", "py", "python3")
 _OUTPUT_CHARS = 250_000
 _SLACK_S = 30.0  # for a busy machine to end the last test
 # The entry's concurrency is the limit: what waited for the sandbox would have lost of its time.
@@ -55,7 +55,7 @@ class Code:
 
     column: str = "tests"
     score: str = "share"
-    fenced: bool = True  # the program is the last block between ``` marks; else the whole completion
+    fenced: bool = True  # the program is a block between ``` marks; else the whole completion
     timeout_s: float = 5.0
     total_s: float = 60.0
     memory_mb: int = 512
@@ -128,9 +128,12 @@ class Code:
 
 
 def program_of(completion: str) -> str | None:
-    """The last block of Python between ``` marks; None if there is none."""
-    blocks = [text for language, text in _BLOCK.findall(completion) if language.strip().lower() in _LANGUAGES]
-    return blocks[-1] if blocks else None
+    """The last block that is called Python, or else the last one without a language; None if there is neither."""
+    blocks = [(language.strip().lower(), text) for language, text in _BLOCK.findall(completion)]
+    named = [text for language, text in blocks if language in _LANGUAGES]
+    # Behind a program there may be a block of what it prints.
+    found = named or [text for language, text in blocks if not language]
+    return found[-1] if found else None
 
 
 def cases_of(row: dict[str, Any], column: str) -> list[Case]:
