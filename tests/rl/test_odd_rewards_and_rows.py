@@ -75,7 +75,9 @@ def test_totals_of_the_largest_rewards_are_finite_and_have_finite_squares():
 
 
 def test_a_type_that_is_no_number_is_named_with_its_library():
-    assert attempt(lambda *sample: numpy.array(1.0), SAMPLE)[1] == "returned numpy.ndarray, expected a number"
+    assert (
+        attempt(lambda *sample: numpy.array([1.0]), SAMPLE)[1] == "returned numpy.ndarray, expected a number"
+    )
 
 
 def load(folder, rewards, **cells):
