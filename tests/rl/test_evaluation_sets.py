@@ -8,8 +8,10 @@ import math
 import pytest
 from transformers import AutoModelForCausalLM
 
+from shardproof.config.evaluation_sets import held_out_sets
 from shardproof.config.load import from_json, load_recipe
 from shardproof.errors import ConfigError
+from shardproof.rl.best import Best
 from shardproof.rl.loggers import describe_evaluation
 from shardproof.rl.loop import train
 from shardproof.rl.same_run import Resume
@@ -178,3 +180,32 @@ def test_a_metric_that_is_not_measured_is_named_with_those_that_are(tmp_path):
     recipe = small_recipe(tmp_path, "output.eval_every=1", "evaluation.best=eval/pass@9")
     with pytest.raises(RankError, match=r"'eval/pass@9' is not measured\. Did you mean 'eval/pass@1'"):
         run_ranks(1, run_recipe, recipe)
+
+
+@pytest.mark.parametrize(
+    ("metric", "measured", "meant"),
+    [
+        # No set has this name.
+        ("eval/aimee/reward", ("eval/reward", "eval/aime/reward"), "eval/aime/reward"),
+        ("eval/reward/acuracy", ("eval/loss", "eval/reward/accuracy"), "eval/reward/accuracy"),
+        ("eval/aime/pass@3", ("eval/reward", "eval/aime/pass@1"), "eval/aime/pass@1"),
+        # This set has its turn at another step.
+        ("eval/aime/reward", ("eval/reward", "eval/reward_se"), None),
+        ("eval/reward", ("eval/aime/reward",), None),
+    ],
+)
+def test_a_metric_that_no_set_has_is_refused_at_the_first_evaluation_of_its_set(
+    metric, measured, meant, monkeypatch
+):
+    monkeypatch.setattr("shardproof.rl.best.dist.get_rank", lambda: 1)
+    monkeypatch.setattr("shardproof.rl.best.broadcast", lambda value: value)
+    overrides = ["output.eval_every=1", "evaluation.sets=[{name='aime', source='x.jsonl'}]"]
+    sets = held_out_sets(load_recipe(TINY, [*overrides, f"evaluation.best={metric}"]))
+    best = Best(None, metric, sets)
+    if meant is None:
+        best.see(0, dict.fromkeys(measured, 0.0), None)
+        return
+    with pytest.raises(ConfigError, match="is not measured") as caught:
+        best.see(0, dict.fromkeys((*measured, "time/evaluation"), 0.0), None)
+    assert f"Did you mean {meant!r}?" in str(caught.value)
+    assert f"use one of {', '.join(sorted(measured))};" in str(caught.value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from shardproof.config.evaluation import EvaluationSet
@@ -44,6 +45,12 @@ def held_out_sets(recipe: Sections) -> list[HeldOut]:
     for number, each in enumerate(recipe.evaluation.sets):
         found.append(_filled(recipe, each, each.name, f"evaluation.sets.{number}.source"))
     return found
+
+
+def owner_of(metric: str, sets: Iterable[HeldOut]) -> HeldOut | None:
+    """The set that a metric is of: the one whose prefix says most; None if it is of none."""
+    found = [each for each in sets if metric.startswith(each.prefix)]
+    return max(found, key=lambda each: len(each.prefix), default=None)
 
 
 def named_sources(recipe: Sections) -> dict[str, str]:
@@ -95,7 +102,7 @@ def evaluation_problem(recipe: Sections) -> str | None:
     best, sets = recipe.evaluation.best, [each for each in sets if each.every]
     if best is not None and not sets:
         return f"evaluation.best={best!r}: nothing is evaluated; set data.evaluation and output.eval_every"
-    if best is not None and not any(best.startswith(each.prefix) for each in sets):
+    if best is not None and owner_of(best, sets) is None:
         names = ", ".join(f"{each.prefix}reward" for each in sets)
         return f"evaluation.best={best!r} is no metric of a held-out set; metrics begin as in {names}"
     return None

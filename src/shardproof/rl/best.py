@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch.distributed as dist
 
+from shardproof.config.evaluation_sets import HeldOut, owner_of
 from shardproof.dist.collectives import broadcast, together
 from shardproof.errors import did_you_mean, fail
 from shardproof.files import write_atomic
@@ -26,8 +27,8 @@ class Best:
     Collective: every rank makes it.
     """
 
-    def __init__(self, folder: RunFolder, metric: str):
-        self._folder, self._metric = folder, metric
+    def __init__(self, folder: RunFolder, metric: str, sets: Sequence[HeldOut]):
+        self._folder, self._metric, self._sets = folder, metric, sets
         self._sign = -1.0 if metric.endswith("loss") else 1.0
         # Rank 0 alone knows the step that the run goes on from.
         self._value: float | None = broadcast(_known(folder, metric) if dist.get_rank() == 0 else None)
@@ -53,9 +54,10 @@ class Best:
 
     def _require_known(self, metrics: Mapping[str, float]) -> None:
         """Raise if no evaluation can have the metric: all of its set's names are there, and this one is not."""
-        prefix = self._metric.rsplit("/", 1)[0] + "/"
-        names = [name for name in metrics if name.startswith(prefix) and "/" not in name[len(prefix) :]]
-        if names:
+        of = owner_of(self._metric, self._sets)
+        owners = {name: owner_of(name, self._sets) for name in metrics}
+        if of in owners.values():
+            names = [name for name, owner in owners.items() if owner is not None]
             message = f"evaluation.best={self._metric!r} is not measured.{did_you_mean(self._metric, names)}"
             raise fail("C001", "evaluation", message, fix=f"use one of {', '.join(sorted(names))}")
 

@@ -26,7 +26,7 @@ class Evaluations:
         self._run, self._folder = run, folder
         self._sets = held_out_sets(run.recipe)
         metric = run.recipe.evaluation.best
-        self._best = None if metric is None else Best(folder, metric)
+        self._best = None if metric is None else Best(folder, metric, self._sets)
         self._beside = run.background is not None and run.recipe.rollout.ahead > 0 and metric is None
         self._running: RunningEvaluation | None = None
         self.are_ready = False  # all ranks
