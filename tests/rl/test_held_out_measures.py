@@ -9,7 +9,11 @@ import statistics
 
 import pytest
 
+from shardproof.rl import evaluation
+from shardproof.rl.conversations.measures import reward_sample
+from shardproof.rl.experience_metrics import Success
 from shardproof.rl.held_out_measures import Answered, interval, measure, pass_at, reader, vote
+from shardproof.rollout.trajectory import Reward, Trajectory
 
 
 @pytest.mark.parametrize(
@@ -70,6 +74,7 @@ def test_an_interval_is_never_a_point_and_never_leaves_0_to_1():
         ("boxed", "numeric", r"\boxed{3", None),
         ("number", "my:function", "none here", None),
         ("text", "numeric", "4", "4"),
+        ("text", "numeric", " \n", None),
     ],
 )
 def test_answers_are_read_as_the_reward_or_the_recipe_says(how, first, text, answer):
@@ -113,3 +118,25 @@ def test_measures_of_a_set():
     assert lenient["pass@4"] == 1.0
     assert "maj@4" not in lenient
     assert "avg@1" not in measure([Answered((1.0,))], (1,), 1.0, False, 1)
+
+
+def conversation(*turns, ended="environment"):
+    """A conversation: what the policy said, and what an environment replied."""
+    told = [{"text": said, "reply": [{"content": reply}], "reward": 0.0} for said, reply in turns]
+    whole = "".join(part for turn in turns for part in turn)
+    facts = {"prompt": "", "turns": told, "environment": {"error": "down"}}
+    return Trajectory((), text=whole, facts=facts, ended=ended, reward=Reward(1.0, {"numeric": 1.0}))
+
+
+def test_the_vote_reads_what_rewards_read():
+    """Of a conversation the policy's last turn: the numbers that an environment replied are not its answers."""
+    group = [
+        conversation(("look up", "it is 7"), ("so 8", "")),
+        conversation(("look up", "it is 7"), ("I give up", "")),
+        conversation(("9", ""), ended="failed"),
+        Trajectory((), text="so 8", facts={"prompt": ""}, reward=Reward(1.0, {"numeric": 1.0})),
+    ]
+    told = evaluation._told(group, Success(("numeric",)), reader("number", "numeric"))
+    assert told["answers"] == ["8.0", None, None, "8.0"]
+    read = [reward_sample(made, {})[1] for made in group]
+    assert read == ["so 8", "I give up", "9", "so 8"]

@@ -11,6 +11,7 @@ from typing import Any
 
 from shardproof.dist.collectives import exchange, together
 from shardproof.rl.background import BackgroundBatch, BackgroundRollouts
+from shardproof.rl.conversations.measures import answer_of
 from shardproof.rl.conversations.steps import starts_of
 from shardproof.rl.data import Prompt, Share
 from shardproof.rl.experience_metrics import Success, in_groups, value_of
@@ -172,8 +173,13 @@ def _told(group: Sequence[Trajectory], success: Success, read: Reader | None) ->
         "failed": sum(reward.failed for reward in rewards),
         "silent": sum(reward.silent and not reward.failed for reward in rewards),
         "scores": [success.value(reward) if reward.known else None for reward in rewards],
-        "answers": [read(made.text) for made in group] if read is not None else [],
+        "answers": [_answer(made, read) for made in group] if read is not None else [],
     }
+
+
+def _answer(made: Trajectory, read: Reader) -> str | None:
+    """The answer as the vote reads it, where rewards read theirs; a conversation whose environment failed has none."""
+    return None if made.ended == "failed" else read(answer_of(made))
 
 
 def _mean(values: Sequence[float]) -> float:

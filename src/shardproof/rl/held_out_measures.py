@@ -56,7 +56,7 @@ def interval(values: Sequence[float], num_completions: int) -> tuple[float, floa
 def reader(how: str, first_reward: str) -> Reader | None:
     """What reads the answer of a completion for the majority vote; None if there is no vote."""
     how = _READS.get(first_reward, "none") if how == "auto" else how
-    return {"number": _number, "boxed": _boxed, "text": str.strip, "none": None}[how]
+    return {"number": _number, "boxed": _boxed, "text": _text, "none": None}[how]
 
 
 def vote(answered: Answered) -> float | None:
@@ -93,6 +93,10 @@ def measure(
 def _number(text: str) -> str | None:
     found = last_number(text)
     return None if found is None else repr(found)
+
+
+def _text(text: str) -> str | None:
+    return text.strip() or None
 
 
 def _boxed(text: str) -> str | None:

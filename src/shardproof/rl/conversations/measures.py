@@ -47,6 +47,11 @@ def all_rewards(trajectories: Iterable[Trajectory], scored: Iterable[Reward], ma
     ]
 
 
+def answer_of(trajectory: Trajectory) -> str:
+    """What the policy said; of a conversation its last turn, where its answer is."""
+    return str(trajectory.facts["turns"][-1]["text"]) if trajectory.ended else trajectory.text
+
+
 def reward_sample(trajectory: Trajectory, row: Mapping[str, Any]) -> tuple[str, str, dict[str, Any]]:
     """What reward functions read: the prompt's text, the completion, and the data row.
 
@@ -55,10 +60,8 @@ def reward_sample(trajectory: Trajectory, row: Mapping[str, Any]) -> tuple[str, 
     """
     prompt = trajectory.facts["prompt"]
     written = [token for segment in trajectory.sampled for token in segment.tokens]
-    if not trajectory.ended:
-        return prompt, trajectory.text, {"completion_ids": written, **row}
-    turns = trajectory.facts["turns"]
-    return prompt, str(turns[-1]["text"]), {"turns": turns, "completion_ids": written, **row}
+    turns = {"turns": trajectory.facts["turns"]} if trajectory.ended else {}
+    return prompt, answer_of(trajectory), {**turns, "completion_ids": written, **row}
 
 
 def conversation_facts(trajectories: Iterable[Trajectory]) -> list[dict[str, Any]]:
