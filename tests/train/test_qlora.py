@@ -7,12 +7,13 @@ from peft import LoraConfig, PeftModel
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 import shardproof as sp
+from shardproof.config.load import load_recipe
 from shardproof.dist.mesh import make_mesh
 from shardproof.model import nf4
 from shardproof.rl.sizing.model import Sharding, held_bytes, shape_of
 from tests.models import tiny_config
 from tests.ranks import run_ranks, run_ranks_outcomes
-from tests.rl.runs import lines, run_recipe, small_recipe
+from tests.rl.runs import TINY, lines, run_recipe, small_recipe
 from tests.shard.test_bad_checkpoints import assert_all_raise
 
 CONFIG = Qwen3Config(
@@ -223,6 +224,19 @@ def load_badly(family, settings):
 def test_what_cannot_be_is_refused_by_name(family, settings, words):
     (outcome,) = run_ranks_outcomes(1, load_badly, family, settings)
     assert outcome[0] == "error" and all(word in outcome[2] for word in words), outcome
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["model.lora.base=nf4", "model.strategy=fsdp1"],
+        ["algorithm.name=ppo", "critic.lora.base=nf4", "critic.strategy=fsdp1"],
+        ["algorithm.name=ppo", "critic.lora.base=nf4", "model.strategy=fsdp1"],
+    ],
+)
+def test_a_recipe_that_would_cut_rows_in_4_bits_is_refused_before_anything_is_loaded(overrides):
+    with pytest.raises(sp.ConfigError, match=r"C001.*\n?.*lora\.base='nf4' with strategy='fsdp1'"):
+        load_recipe(TINY, overrides)
 
 
 @pytest.mark.distributed

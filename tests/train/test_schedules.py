@@ -5,7 +5,9 @@ import torch
 from transformers import get_scheduler
 
 import shardproof as sp
+from shardproof.config.load import load_recipe
 from shardproof.config.optimizer import Optimizer
+from tests.rl.runs import TINY
 
 TOTAL = 23
 # (transformers' name, its settings), (our kind, our settings)
@@ -93,6 +95,36 @@ def test_schedules_that_cannot_be(kind, options, word):
 def test_sections_that_cannot_be(keys, word):
     with pytest.raises(ValueError, match=word):
         Optimizer(**keys)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (
+            ["optimizer.decay_steps=5"],
+            "a warm-up of 0 and a decay of 5 updates do not fit into 4, of train.steps=4",
+        ),
+        (
+            ["optimizer.decay_ratio=0.6", "optimizer.warmup_ratio=0.6"],
+            "a warm-up of 3 and a decay of 3 updates",
+        ),
+        (["optimizer.decay_steps=4", "algorithm.epochs_per_batch=2", "optimizer.warmup_steps=4"], None),
+        (
+            ["optimizer.decay_steps=4", "algorithm.name=ppo", "algorithm.critic_warmup_steps=1"],
+            "do not fit into 3",
+        ),
+    ],
+)
+def test_a_recipe_whose_rates_have_no_room_to_fall_is_refused_before_anything_is_loaded(overrides, words):
+    def read():
+        return load_recipe(TINY, ["train.steps=4", "optimizer.schedule=wsd", *overrides])
+
+    if words is None:
+        assert read().policy_updates == 8
+        return
+    with pytest.raises(sp.ConfigError, match="C001") as caught:
+        read()
+    assert words in str(caught.value)
 
 
 def test_a_section_says_what_the_schedule_and_the_optimizer_are_given():

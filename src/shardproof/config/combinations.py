@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from shardproof.config.algorithms import PER_COMPLETION, SPECS, AlgorithmSpec, compares_group
 from shardproof.config.dynamics_problems import dynamics_problem
 from shardproof.config.evaluation_sets import evaluation_problem, held_out_sets, named_sources
@@ -31,6 +33,8 @@ def problem_of(recipe: Sections) -> str | None:
         evaluation_problem,
         dynamics_problem,
         reward_problem,
+        _schedule,
+        _packed,
     )
     return next(filter(None, (check(recipe) for check in checks)), None)
 
@@ -248,4 +252,32 @@ def _batching(recipe: Sections) -> str | None:
     for key, source in named_sources(recipe).items():
         if source.startswith("environment:") and recipe.environment is None:
             return f"{key}={source!r} are rows of an environment: add an [environment]"
+    return None
+
+
+def _schedule(recipe: Sections) -> str | None:
+    """Rates that stay and then fall need as many updates as they rise and fall for."""
+    optimizer = recipe.optimizer
+    for total in (recipe.policy_updates, recipe.critic_updates) if optimizer.schedule == "wsd" else ():
+        warmup = optimizer.warmup_steps or math.ceil(total * optimizer.warmup_ratio)
+        decay = optimizer.decay_steps or math.ceil(total * (optimizer.decay_ratio or 0.0))
+        if warmup + decay > total:
+            return (
+                f"optimizer.schedule='wsd': a warm-up of {warmup} and a decay of {decay} updates do not fit into {total}, "
+                f"of train.steps={recipe.train.steps}: shorten one of them, or raise train.steps"
+            )
+    return None
+
+
+def _packed(recipe: Sections) -> str | None:
+    model, critic = recipe.model, recipe.critic
+    held = {"model": (model.lora, model.strategy)}
+    if critic is not None:
+        held["critic"] = (critic.lora, critic.strategy or model.strategy)
+    for key, (lora, strategy) in held.items():
+        if lora is not None and lora.base is not None and strategy == "fsdp1":
+            return (
+                f"{key}.lora.base={lora.base!r} with strategy='fsdp1', which joins tensors of one dtype and cuts rows: use "
+                "strategy='fsdp2', or remove the key"
+            )
     return None

@@ -47,3 +47,14 @@ class Sections(Section):
     """The model that `distillation` learns from."""
     environment: Environment | None = None
     """What answers the policy in conversations of several turns."""
+
+    @property
+    def critic_updates(self) -> int:
+        """Updates of everything that is trained from the first step on."""
+        return self.train.steps * self.algorithm.updates_per_step
+
+    @property
+    def policy_updates(self) -> int:
+        """Updates of the policy, which waits while its critic learns alone."""
+        steps = max(self.train.steps - self.algorithm.critic_warmup_steps, 1)
+        return steps * self.algorithm.updates_per_step

@@ -78,9 +78,6 @@ def make_trainer(recipe: Recipe, model: ShardedModel, lr: float | None) -> Train
     # A user's may fail on one rank alone; making it issues no collectives.
     with together("settings") if is_user_name(settings.name) else nullcontext():
         optimizer = make_optimizer(model, **(settings.arguments | ({} if lr is None else {"lr": lr})))
-    steps = recipe.train.steps
-    if model.role == POLICY:  # which waits for its critic
-        steps = max(steps - recipe.algorithm.critic_warmup_steps, 1)
-    total = steps * recipe.algorithm.updates_per_step
+    total = recipe.policy_updates if model.role == POLICY else recipe.critic_updates
     schedule = make_schedule(optimizer, total_steps=total, **settings.schedule_arguments)
     return Trainer(model, optimizer, schedule)
