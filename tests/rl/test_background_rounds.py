@@ -121,6 +121,17 @@ def test_an_evaluation_runs_beside_training(tmp_path, steps):
     assert all(name in found[-1] for name in ("reward/mean", "lag/mean"))
 
 
+def test_an_evaluation_that_a_killed_run_gave_up_begins_again(tmp_path):
+    """With its step's weights: it began after the step of the checkpoint, so no line of it stays."""
+    recipe = recipe_of(tmp_path, 1, "output.eval_every=2", "output.save_every=1", "train.steps=4")
+    run_ranks(1, run_and_note, recipe, None, 2)
+    run_ranks(1, run_and_note, recipe)
+    found = [line["metrics"] for line in lines(tmp_path / "metrics.jsonl")]
+    evaluated = [metrics["eval/step"] for metrics in found if "eval/reward" in metrics]
+    assert evaluated == [0.0, 2.0, 4.0]
+    assert [metrics["eval/version"] for metrics in found if "eval/reward" in metrics] == [0.0, 2.0, 4.0]
+
+
 def test_memory_cannot_be_lent_while_the_engine_samples(tmp_path):
     outcomes = run_ranks_outcomes(1, run_and_note, recipe_of(tmp_path, 1, "rollout.offload_policy=true"))
     assert (

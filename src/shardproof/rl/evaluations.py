@@ -6,11 +6,15 @@ import logging
 import time
 from dataclasses import replace
 
+import torch.distributed as dist
+
 from shardproof.config.evaluation_sets import HeldOut, held_out_sets
+from shardproof.dist.collectives import together
 from shardproof.rl.best import Best
 from shardproof.rl.evaluation import HeldOutTask, RunningEvaluation, evaluate
 from shardproof.rl.experience_metrics import Success
 from shardproof.rl.folder import RunFolder
+from shardproof.rl.loggers import evaluated_steps
 from shardproof.rl.setup import Run
 
 logger = logging.getLogger(__name__)
@@ -35,6 +39,22 @@ class Evaluations:
     def ready(self) -> bool:
         """Whether this rank has what an evaluation beside training waits for."""
         return self._running is not None and self._running.ready
+
+    def before(self, step: int) -> dict[str, float]:
+        """The metrics that are there before a run, or its part that goes on after this step, takes its first step.
+
+        What ended the last part gave up the evaluation beside training that had begun after this step: it begins again,
+        with the same weights. Collective: every rank.
+        """
+        return self.after(step) if step == 0 or self._was_given_up(step) else {}
+
+    def _was_given_up(self, step: int) -> bool:
+        if not self._beside or step >= self._run.recipe.train.steps:
+            return False
+        with together("output") as told:
+            is_first = dist.get_rank() == 0
+            told.mine = is_first and step not in evaluated_steps(self._folder.path)
+        return bool(told.rows[0])
 
     def after(self, step: int) -> dict[str, float]:
         """The metrics that are there after a step: of an evaluation that is due, or of an earlier one that is over.

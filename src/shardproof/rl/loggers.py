@@ -129,6 +129,12 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return [line for raw in _raw_lines(path) if (line := _parse(raw)) is not None]
 
 
+def evaluated_steps(folder: Path) -> set[int]:
+    """The steps after which evaluations beside training began of which a run's metrics tell."""
+    told = [line.get("metrics") for line in read_lines(folder / METRICS_NAME)]
+    return {metrics["eval/step"] for metrics in told if isinstance(metrics, dict) and "eval/step" in metrics}
+
+
 def supersede(path: Path, first_step: int) -> None:
     """Move lines of steps after `first_step`, and torn ones, to the end of `*.superseded.jsonl` beside the file.
 

@@ -93,7 +93,7 @@ def _train(run: Run, folder: RunFolder, stop: StopFlag, loggers: Sequence[Logger
         )
     folder.begin(run.prompts, run.held_out, step, loggers)
     evaluations = Evaluations(run, folder)
-    if step == 0 and (found := evaluations.after(step)):
+    if found := evaluations.before(step):
         folder.log(step, found)
     stopping = 0
     try:
