@@ -12,7 +12,7 @@ import pytest
 from shardproof.rl import evaluation
 from shardproof.rl.conversations.measures import reward_sample
 from shardproof.rl.experience_metrics import Success
-from shardproof.rl.held_out_measures import Answered, interval, measure, pass_at, reader, vote
+from shardproof.rl.held_out_measures import Answered, _students_t, interval, measure, pass_at, reader, vote
 from shardproof.rollout.trajectory import Reward, Trajectory
 
 
@@ -52,6 +52,26 @@ def test_intervals_hold_the_truth_about_as_often_as_they_say(p, tries):
         low, high = interval(values, 40 * tries)
         held += low <= p <= high
     assert 0.91 <= held / 400 <= 0.995
+
+
+@pytest.mark.parametrize("rows", [3, 5, 10, 40])
+def test_intervals_of_a_few_rows_hold_the_truth_as_often(rows):
+    """Of rows of any difficulty, with 16 completions each: a handful of shares may lie close together by chance."""
+    drawn = random.Random(rows)
+    held = 0
+    for _ in range(600):
+        own = [drawn.random() for _ in range(rows)]
+        values = [sum(drawn.random() < p for _ in range(16)) / 16 for p in own]
+        low, high = interval(values, 16 * rows)
+        held += low <= 0.5 <= high
+    assert held / 600 >= 0.93
+
+
+@pytest.mark.parametrize(
+    ("freedom", "expected"), [(2, 4.3027), (4, 2.7764), (9, 2.2622), (29, 2.0452), (999, 1.9623)]
+)
+def test_students_t_is_that_of_tables(freedom, expected):
+    assert _students_t(freedom) == pytest.approx(expected, rel=0.031 if freedom < 4 else 0.003)
 
 
 def test_an_interval_is_never_a_point_and_never_leaves_0_to_1():

@@ -38,19 +38,30 @@ def interval(values: Sequence[float], num_completions: int) -> tuple[float, floa
     """A 95% interval (Wilson's) of the mean of one value between 0 and 1 per prompt.
 
     Values between 0 and 1 vary less than coin flips. They count as the number of flips that would vary as much, which is
-    never more than the completions that were made.
+    never more than the completions that were made. A few values say little of how much they vary, so the number shrinks as
+    Student's t widens (Korn and Graubard), but never below that of the values.
     """
     num, mean = len(values), statistics.fmean(values)
     size = float(num)
     if num > 1 and 0.0 < mean < 1.0:
         spread = statistics.variance(values) / num
         flips = mean * (1.0 - mean) / spread if spread > 0 else math.inf
-        size = min(max(size, flips), float(num_completions))
+        size = max(size, min(flips, float(num_completions)) * (Z / _students_t(num - 1)) ** 2)
     centre = mean + Z * Z / (2 * size)
     half = Z * math.sqrt(mean * (1 - mean) / size + Z * Z / (4 * size * size))
     scale = 1 + Z * Z / size
     # Rounding must not move an end past the mean: at 0 and 1 they are the same.
     return max(0.0, min((centre - half) / scale, mean)), min(1.0, max((centre + half) / scale, mean))
+
+
+def _students_t(freedom: int) -> float:
+    """What Z is for that many degrees of freedom: within 3% from 2 on (Abramowitz and Stegun, 26.7.5)."""
+    terms = (
+        (Z**3 + Z) / 4,
+        (5 * Z**5 + 16 * Z**3 + 3 * Z) / 96,
+        (3 * Z**7 + 19 * Z**5 + 17 * Z**3 - 15 * Z) / 384,
+    )
+    return Z + sum(term / freedom**power for power, term in enumerate(terms, start=1))
 
 
 def reader(how: str, first_reward: str) -> Reader | None:
