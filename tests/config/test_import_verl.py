@@ -56,6 +56,11 @@ VALUES = [
     ({f"{ACTOR}.fsdp_config.fsdp_size": 8, "trainer.nnodes": 2}, {"model.replicate": 2}),
     ({f"{ACTOR}.optim": {"clip_grad": 0.5, "optimizer": "AdamW8bit"}, f"{ACTOR}.grad_clip": 1.0},
      {"optimizer.max_grad_norm": 0.5, "optimizer.name": "adamw_8bit"}),
+    # The learning rate moves once per step of verl's, here with each of its 2 x 3 updates.
+    ({f"{ACTOR}.optim.lr_warmup_steps": 10, f"{ACTOR}.ppo_epochs": 3},
+     {"optimizer.warmup_steps": 60, "optimizer.warmup_from_zero": True}),
+    ({f"{ACTOR}.optim": {"lr_warmup_steps": 0, "lr_warmup_steps_ratio": 0.1}},
+     {"optimizer.warmup_steps": None, "optimizer.warmup_ratio": None}),
     ({f"{ROLLOUT}.enable_rollout_routing_replay": True}, {"rollout.replay_experts": True}),
     ({"algorithm.adv_estimator": "gae", "critic.model.lora_rank": 8}, {"critic.lora.r": 8}),
     ({"algorithm.gamma": 0.9}, {"algorithm.gamma": None}),  # which verl's GRPO does not read

@@ -243,14 +243,7 @@ def _schedule(draft: Draft, foreign: Foreign, root: str) -> None:
             float(foreign.take(f"{root}.optim.min_lr_ratio", 0.0)),
             f"{root}.optim.min_lr_ratio",
         )
-    number = foreign.take(f"{root}.optim.lr_warmup_steps", -1)
-    ratio = float(foreign.take(f"{root}.optim.lr_warmup_steps_ratio", 0.0))
-    if number > 0:
-        draft.put("optimizer.warmup_steps", int(number), f"{root}.optim.lr_warmup_steps")
-    elif ratio:
-        draft.put("optimizer.warmup_ratio", ratio, f"{root}.optim.lr_warmup_steps_ratio")
-    if number > 0 or ratio:
-        draft.put("optimizer.warmup_from_zero", True, "verl's warm-up")
+    _warmup(draft, foreign, root)
     if kind not in ("constant", "cosine"):
         draft.gaps[f"{root}.optim.lr_scheduler_type={kind!r}"] = "the learning rate stays constant"
     foreign.take(f"{root}.optim.min_lr_ratio")
@@ -262,6 +255,20 @@ def _schedule(draft: Draft, foreign: Foreign, root: str) -> None:
     elif name.lower() not in ("adam", "adamw"):
         what = "AdamW is used; name a class of yours in optimizer.name"
         draft.gaps[f"{root}.optim.optimizer={name!r}"] = what
+
+
+def _warmup(draft: Draft, foreign: Foreign, root: str) -> None:
+    """verl's learning rate moves once per step, ours with every update: its warm-up is counted in steps."""
+    number = int(foreign.take(f"{root}.optim.lr_warmup_steps", -1))
+    ratio = float(foreign.take(f"{root}.optim.lr_warmup_steps_ratio", 0.0))
+    updates = draft.values["algorithm.updates_per_epoch"] * int(draft.values["algorithm.epochs_per_batch"])
+    if number > 0:
+        origin = f"{root}.optim.lr_warmup_steps={number}, of {updates} updates each"
+        draft.put("optimizer.warmup_steps", number * updates, origin)
+    elif number < 0 and ratio:  # with 0 steps verl does not look at the ratio
+        draft.put("optimizer.warmup_ratio", ratio, f"{root}.optim.lr_warmup_steps_ratio")
+    if number > 0 or (number < 0 and ratio):
+        draft.put("optimizer.warmup_from_zero", True, "verl's warm-up")
 
 
 def _critic(draft: Draft, foreign: Foreign) -> None:
