@@ -61,6 +61,15 @@ VALUES = [
      {"optimizer.warmup_steps": 60, "optimizer.warmup_from_zero": True}),
     ({f"{ACTOR}.optim": {"lr_warmup_steps": 0, "lr_warmup_steps_ratio": 0.1}},
      {"optimizer.warmup_steps": None, "optimizer.warmup_ratio": None}),
+    # Megatron's own names: 0 steps of warm-up leave it to the ratio, the lowest learning rate is no ratio, and adapters
+    # are a section, with other names for linear layers.
+    ({f"{ACTOR}.strategy": "megatron", f"{ACTOR}.optim": {"lr": 2e-6, "lr_warmup_steps": 0, "lr_warmup_steps_ratio": 0.1,
+      "lr_decay_style": "linear", "min_lr": 1e-6}},
+     {"optimizer.warmup_ratio": 0.1, "optimizer.schedule": "linear", "optimizer.final_ratio": 0.5}),
+    ({"actor_rollout_ref.model.lora": {"rank": 16, "alpha": 64, "target_modules": ["linear_qkv", "linear_fc2"]}},
+     {"model.lora.r": 16, "model.lora.alpha": 64,
+      "model.lora.target_modules": ["q_proj", "k_proj", "v_proj", "down_proj"]}),
+    ({"actor_rollout_ref.model.lora.rank": 16}, {"model.lora.alpha": 32, "model.lora.target_modules": "all-linear"}),
     ({f"{ROLLOUT}.enable_rollout_routing_replay": True}, {"rollout.replay_experts": True}),
     ({"algorithm.adv_estimator": "gae", "critic.model.lora_rank": 8}, {"critic.lora.r": 8}),
     ({"algorithm.gamma": 0.9}, {"algorithm.gamma": None}),  # which verl's GRPO does not read
@@ -84,6 +93,8 @@ def test_settings_become_what_verl_does_with_them(tmp_path, settings, expected):
         {f"{ACTOR}.loss_agg_mode": "token-sum"},
         {f"{ACTOR}.loss_agg_mode": "seq-mean-token-sum-norm", f"{ACTOR}.loss_scale_factor": 4096},
         {f"{ACTOR}.optim.lr_scheduler_type": "linear"},
+        {f"{ACTOR}.optim.lr_decay_style": "cosine", f"{ACTOR}.optim.lr_decay_steps": 500},
+        {f"{ACTOR}.optim.lr_decay_style": "WSD"},
         {f"{ACTOR}.optim.optimizer": "Lion"},
         {f"{ROLLOUT}.do_sample": False},
         {f"{ROLLOUT}.multi_turn.enable": True},

@@ -15,6 +15,7 @@ from shardproof.config.imported.shared_settings import (
     trackers,
     train_sources,
 )
+from shardproof.config.imported.verl_adapters import adapters
 from shardproof.config.imported.verl_objective import ACTOR, objective
 
 _FSDP = f"{ACTOR}.fsdp_config"
@@ -46,6 +47,10 @@ _UNNEEDED = {
     "*.use_prefix_grouper": "see docs/performance.md",
     "*.enable_activation_offload": "see model.checkpoint_activations",
     "*.optim.optimizer_impl": "see optimizer.name",
+    "*.optim.override_optimizer_config*": "see model.cpu_offload and optimizer.moments",
+    "*.optim.*_incr_style": "the weight decay stays what it is, in verl as well",
+    "*.optim.use_checkpoint_opt_param_scheduler": "a run that is started again goes on",
+    "*.optim.lr_wsd_*": "the schedule has no such setting",
     "*.optim.total_training_steps": "see train.steps",
     "reward*.num_workers": "see reward.num_workers",
     "reward.reward_manager.*": "see docs/rewards.md",
@@ -139,15 +144,7 @@ def _model(draft: Draft, foreign: Foreign) -> None:
     if strategy not in ("fsdp", "fsdp2"):
         draft.gaps[f"{ACTOR}.strategy={strategy!r}"] = "models are sharded by FSDP"
     _sharding(draft, foreign)
-    rank = foreign.take(f"{MODEL}.lora_rank", 0)
-    if rank:
-        draft.put("model.lora.r", int(rank), f"{MODEL}.lora_rank")
-        draft.put("model.lora.alpha", int(foreign.take(f"{MODEL}.lora_alpha", 16)), f"{MODEL}.lora_alpha")
-        modules = foreign.take(f"{MODEL}.target_modules", "all-linear")
-        draft.put("model.lora.target_modules", modules, f"{MODEL}.target_modules")
-    else:
-        for key in ("lora_alpha", "target_modules", "exclude_modules", "lora.*"):
-            draft.skip(foreign, f"{MODEL}.{key}", "the model has no adapters")
+    adapters(draft, foreign, MODEL, "model.lora")
     if foreign.take(f"{ACTOR}.use_dynamic_bsz", False):
         size = int(foreign.take(f"{ACTOR}.ppo_max_token_len_per_gpu", 16384))
         draft.put("train.micro_batch_tokens", size, f"{ACTOR}.ppo_max_token_len_per_gpu")
@@ -229,25 +226,38 @@ def _engine(draft: Draft, foreign: Foreign) -> None:
         draft.lack(foreign, f"{ROLLOUT}.{key}", "completions are drawn, to their end", unless=(own,))
 
 
+def _is_megatron(foreign: Foreign) -> bool:
+    """Whether a config is of verl's Megatron trainer, which a script may name by its own settings alone."""
+    strategy = foreign.take(f"{ACTOR}.strategy")
+    own = any(key.startswith(f"{ACTOR}.megatron.") for key in foreign.values)
+    return bool(strategy == "megatron" or (strategy is None and own))
+
+
 def _schedule(draft: Draft, foreign: Foreign, root: str) -> None:
-    kind = foreign.take(
-        f"{root}.optim.lr_scheduler_type", foreign.take(f"{root}.optim.warmup_style", "constant")
-    )
-    foreign.take(f"{root}.optim.warmup_style")
-    draft.put(
-        "optimizer.schedule", "cosine" if kind == "cosine" else "constant", f"{root}.optim.lr_scheduler_type"
-    )
-    if kind == "cosine":
-        draft.put(
-            "optimizer.final_ratio",
-            float(foreign.take(f"{root}.optim.min_lr_ratio", 0.0)),
-            f"{root}.optim.min_lr_ratio",
-        )
+    names = [f"{root}.optim.{name}" for name in ("warmup_style", "lr_scheduler_type", "lr_decay_style")]
+    key = next(filter(foreign.has, names), names[1])  # the oldest name wins where it is set, as in verl
+    kind = str(foreign.take(key, "constant"))
+    known = kind in ("constant", "cosine") or (kind == "linear" and key == names[2])
+    draft.put("optimizer.schedule", kind if known else "constant", key)
+    if not known:
+        draft.gaps[f"{key}={kind!r}"] = "the learning rate stays constant"
+    for name in names:
+        foreign.take(name)
+    ratio, lowest = f"{root}.optim.min_lr_ratio", f"{root}.optim.min_lr"
+    if known and kind != "constant":
+        share = float(foreign.take(lowest, 0.0)) / draft.values["optimizer.lr"]
+        draft.put("optimizer.final_ratio", float(foreign.take(ratio, share)), foreign.either(ratio, lowest))
+        draft.lack(foreign, f"{root}.optim.lr_decay_steps", "the learning rate falls until the last step")
+    for name in (ratio, lowest, f"{root}.optim.lr_decay_steps"):
+        foreign.take(name)
     _warmup(draft, foreign, root)
-    if kind not in ("constant", "cosine"):
-        draft.gaps[f"{root}.optim.lr_scheduler_type={kind!r}"] = "the learning rate stays constant"
-    foreign.take(f"{root}.optim.min_lr_ratio")
-    for key, own in (("num_cycles", (0.5,)), ("init_lr_ratio", (0, 0.0)), ("zero_indexed_step", (True,))):
+    own_values = {
+        "num_cycles": (0.5,),
+        "init_lr_ratio": (0, 0.0),
+        "lr_warmup_init": (0, 0.0),
+        "zero_indexed_step": (True,),
+    }
+    for key, own in own_values.items():
         draft.lack(foreign, f"{root}.optim.{key}", "the schedule has no such setting", unless=own)
     name = str(foreign.take(f"{root}.optim.optimizer", "AdamW"))
     if name.lower() in ("adamw8bit", "pagedadamw8bit"):
@@ -261,13 +271,14 @@ def _warmup(draft: Draft, foreign: Foreign, root: str) -> None:
     """verl's learning rate moves once per step, ours with every update: its warm-up is counted in steps."""
     number = int(foreign.take(f"{root}.optim.lr_warmup_steps", -1))
     ratio = float(foreign.take(f"{root}.optim.lr_warmup_steps_ratio", 0.0))
+    by_ratio = number < 0 or (number == 0 and _is_megatron(foreign))  # 0 is a number for FSDP alone
     updates = draft.values["algorithm.updates_per_epoch"] * int(draft.values["algorithm.epochs_per_batch"])
     if number > 0:
         origin = f"{root}.optim.lr_warmup_steps={number}, of {updates} updates each"
         draft.put("optimizer.warmup_steps", number * updates, origin)
-    elif number < 0 and ratio:  # with 0 steps verl does not look at the ratio
+    elif by_ratio and ratio:
         draft.put("optimizer.warmup_ratio", ratio, f"{root}.optim.lr_warmup_steps_ratio")
-    if number > 0 or (number < 0 and ratio):
+    if number > 0 or (by_ratio and ratio):
         draft.put("optimizer.warmup_from_zero", True, "verl's warm-up")
 
 
@@ -281,10 +292,7 @@ def _critic(draft: Draft, foreign: Foreign) -> None:
             Same("trainer.critic_warmup", "algorithm.critic_warmup_steps", 0),
         )
         copy(draft, foreign, table)
-        if rank := foreign.take("critic.model.lora_rank", 0):
-            draft.put("critic.lora.r", int(rank), "critic.model.lora_rank")
-            alpha = int(foreign.take("critic.model.lora_alpha", 16))
-            draft.put("critic.lora.alpha", alpha, "critic.model.lora_alpha")
+        adapters(draft, foreign, "critic.model", "critic.lora")
     else:
         draft.skip(foreign, "critic.*", "the algorithm has no critic")
     for key in ("algorithm.lam", "trainer.critic_warmup"):
