@@ -96,6 +96,16 @@ def test_settings_become_what_verl_does_with_them(tmp_path, settings, expected):
         {f"{ACTOR}.optim.lr_decay_style": "cosine", f"{ACTOR}.optim.lr_decay_steps": 500},
         {f"{ACTOR}.optim.lr_decay_style": "WSD"},
         {f"{ACTOR}.optim.optimizer": "Lion"},
+        # What is not needed is one thing, what is otherwise here another.
+        {f"{ACTOR}.policy_loss.only_reverse_kl_topk": 4},
+        {"actor_rollout_ref.model.override_config.max_position_embeddings": 32768},
+        {"algorithm.use_pf_ppo": True},
+        {"data.shuffle": False},
+        {"data.gen_batch_size": 96},
+        {"reward_manager.source": "importlib"},
+        {"trainer.ref_update_freq": 1},
+        {"algorithm.adv_estimator": "gae", "critic.ppo_epochs": 4},
+        {"algorithm.adv_estimator": "gae", "critic.optim.lr_warmup_steps_ratio": 0.05},
         {f"{ROLLOUT}.do_sample": False},
         {f"{ROLLOUT}.multi_turn.enable": True},
         {"actor_rollout_ref.model.lora_rank": 8, "actor_rollout_ref.model.exclude_modules": ".*visual.*"},
@@ -116,6 +126,33 @@ def test_what_is_switched_off_is_not_missed(tmp_path):
     assert (
         made.draft.gaps == {} and made.draft.unneeded["actor_rollout_ref.model.mtp.method"] == "switched off"
     )
+
+
+def test_what_says_nothing_is_not_missed(tmp_path):
+    said = {
+        "actor_rollout_ref.model.override_config": {"attention_dropout": 0.0},
+        f"{ACTOR}.optim.override_optimizer_config": {},
+        f"{ACTOR}.policy_loss.clip_cov_ratio": 0.1,
+        "actor_rollout_ref.rollout.name": "???",
+        "algorithm.filter_groups": {"enable": True, "max_num_gen_batches": -1},
+        "algorithm.use_pf_ppo": False,
+        "critic": {"some": {}, "ppo_epochs": 4},  # GRPO has none
+        "data.gen_batch_size": 32,
+        "reward_manager": {"source": "register", "name": "naive", "module": {"name": "x"}},
+        "algorithm.kl_ctrl.kl_coef": 0.1,
+    }
+    made = made_of(tmp_path, said)
+    assert made.draft.gaps == {}
+    assert made.draft.values["rollout.engine"] == "vllm"
+    assert made.draft.values["algorithm.dynamic_sampling_rounds"] == 1024
+    assert made.draft.unneeded["algorithm.kl_ctrl.kl_coef"] == "the KL is not in the reward"
+
+
+def test_a_critic_that_is_updated_as_the_policy_is_no_difference(tmp_path):
+    same = {"ppo_epochs": 2, "optim": {"lr": 1e-5, "weight_decay": 0.1}}
+    policy = {f"{ACTOR}.ppo_epochs": 2, f"{ACTOR}.optim.weight_decay": 0.1}
+    made = made_of(tmp_path, {"algorithm.adv_estimator": "gae", "critic": same} | policy)
+    assert made.draft.gaps == {}
 
 
 def test_a_config_of_the_sft_trainer_is_not_taken_for_one_of_rl(tmp_path):

@@ -121,6 +121,8 @@ class Draft:
             why = next((why for pattern, why in unneeded.items() if fnmatch.fnmatch(key, pattern)), None)
             if key.startswith(off):
                 why = "switched off"
+            elif value in ({}, []):
+                why = "says nothing"
             if why is None:
                 self.gaps[f"{key}={value!r}"] = "nothing in a recipe corresponds to it"
             else:

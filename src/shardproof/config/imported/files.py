@@ -147,7 +147,10 @@ def _resolved(flat: Mapping[str, Any]) -> dict[str, Any]:
                 value = value.replace(found[0], "" if meant is None else str(meant))
         return value
 
-    return {key: put_in(value, key) for key, value in flat.items()}
+    found = {key: put_in(value, key) for key, value in flat.items()}
+    return {
+        key: None if value == "???" else value for key, value in found.items()
+    }  # which stands for missing
 
 
 def _absolute(name: str, at: str) -> str:

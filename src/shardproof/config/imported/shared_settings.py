@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Any
 
-from shardproof.config.imported.draft import Draft
+from shardproof.config.imported.draft import Draft, Foreign
 
 TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")
 MAX_ROWS = 2**20  # the most that a recipe may say
@@ -97,3 +97,13 @@ def whole(draft: Draft, key: str, value: float, what: str, origin: str) -> int:
     else:
         draft.ask(key, number, f"{what} would be {value:g} ({origin})")
     return number
+
+
+def as_policy(draft: Draft, foreign: Foreign, critic: str, policy: str, own: Mapping[str, Any]) -> None:
+    """Note what a config says otherwise about its critic, which is updated as the policy is but for its learning rate;
+    `own` are keys of both, with the library's own values."""
+    for key, default in own.items():
+        value = foreign.take(f"{critic}.{key}")
+        meant = foreign.take(f"{policy}.{key}", default)
+        if value is not None and value != meant:
+            draft.gaps[f"{critic}.{key}={value!r}"] = f"the critic has the policy's, which is {meant!r}"

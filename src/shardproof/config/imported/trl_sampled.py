@@ -72,6 +72,7 @@ def sampled(draft: Draft, foreign: Foreign, trainer: str, ranks: int) -> int:
     _objective(draft, foreign, trainer)
     moving_reference(draft, foreign, updates)
     _engine(draft, foreign, trainer)
+    draft.lack(foreign, "shuffle_dataset", "rows are always shuffled, by train.seed", unless=(True,))
     for key, why in _LACKING.items():
         draft.lack(foreign, key, why, unless=(1.0, {}))
     return updates

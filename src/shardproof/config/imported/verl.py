@@ -8,6 +8,7 @@ from typing import Any
 from shardproof.config.imported.draft import Draft, Foreign, Same, copy
 from shardproof.config.imported.shared_settings import (
     as_list,
+    as_policy,
     evaluate_all,
     fill_in_missing,
     held_out,
@@ -54,6 +55,10 @@ _UNNEEDED = {
     "*.optim.total_training_steps": "see train.steps",
     "reward*.num_workers": "see reward.num_workers",
     "reward.reward_manager.*": "see docs/rewards.md",
+    "reward_manager.module.*": "see docs/rewards.md",
+    "*.load_weight": "weights are read shard by shard",
+    "*_checkpointing": "see model.checkpoint_activations",
+    "algorithm.pf_ppo*": "algorithm.use_pf_ppo says whether it is used",
     "reward*sandbox_fusion.*": "see the reward 'code'",
     "reward*.max_resp_len": "see rollout.max_new_tokens",
     "reward*.overlong_buffer*.log": "see docs/metrics.md",
@@ -68,14 +73,13 @@ _UNNEEDED = {
     "*.rollout.trace.*": "see output.samples_per_step",
     "*.rollout.engine_kwargs*": "see rollout.vllm.args",
     "*.rollout.*": "the engine chooses it: see docs/vllm.md",
-    "*.override_config*": "the model's own config is used",
     "*.tokenizer_path": "the model's own tokenizer is used",
     "data.dataloader_*": "data is read once per host",
     "data.*_workers": "data is read once per host",
     "data.return_*": "rewards see every column",
     "data.use_shm": "data is read once per host",
     "data.val_batch_size": "see rollout.batch_size",
-    "data.*shuffle": "rows are always shuffled, by train.seed",
+    "data.validation_shuffle": "rows are evaluated one by one",
     "data.image_key": "images are not read",
     "data.video_key": "videos are not read",
     "data.reward_fn_key": "rewards see every column",
@@ -87,13 +91,29 @@ _UNNEEDED = {
     "*.hybrid_engine": "see rollout.engine",
     "*.nccl_timeout": "see train.deadline_s",
     "*custom_reward_function.*": "name your function in reward.functions",
-    "algorithm.pf_ppo*": "not used",
     "algorithm.kl_ctrl.*": "see algorithm.kl_target",
     "hydra*": "names a config of verl",
     "defaults": "names configs of verl",
 }
 _DTYPES = {"fp32": "float32", "float32": "float32", "bf16": "bfloat16", "bfloat16": "bfloat16"}
 _DTYPES |= {"fp16": "float16", "float16": "float16"}
+# Of the critic's optimizer and updates, with verl's own values.
+_LIKE_THE_POLICY = {
+    "ppo_epochs": 1,
+    "ppo_mini_batch_size": 256,
+    "loss_agg_mode": "token-mean",
+    "grad_clip": 1.0,
+    "optim.clip_grad": 1.0,
+    "optim.weight_decay": 0.01,
+    "optim.betas": [0.9, 0.999],
+    "optim.lr_warmup_steps": -1,
+    "optim.lr_warmup_steps_ratio": 0.0,
+    "optim.lr_scheduler_type": "constant",
+    "optim.warmup_style": "constant",
+    "optim.lr_decay_style": "constant",
+    "optim.min_lr_ratio": 0.0,
+    "optim.min_lr": 0.0,
+}
 _TABLE = (
     Same(f"{MODEL}.path", "model.path"),
     Same(f"{MODEL}.trust_remote_code", "model.trust_remote_code"),
@@ -152,6 +172,18 @@ def _model(draft: Draft, foreign: Foreign) -> None:
         foreign, f"{MODEL}.external_lib", "install it, and import it from a module that the recipe names"
     )
     draft.lack(foreign, f"{MODEL}.custom_chat_template", "put the template into the model's folder")
+    _overrides(draft, foreign)
+
+
+def _overrides(draft: Draft, foreign: Foreign) -> None:
+    """Changes of the model's config, such as its positions; without effect are dropouts of 0."""
+    root = f"{MODEL}.override_config"
+    for key, value in foreign.section(root).items():
+        if value not in (None, {}) and not key.endswith("attn_implementation"):
+            is_off = key.endswith(("dropout", "pdrop")) and not value
+            if not is_off:
+                draft.gaps[f"{root}.{key}={value!r}"] = "change config.json in the model's folder"
+    draft.skip(foreign, "*.override_config*", "see the policy's")
 
 
 def _sharding(draft: Draft, foreign: Foreign) -> None:
@@ -183,6 +215,9 @@ def _data(draft: Draft, foreign: Foreign) -> None:
     draft.lack(
         foreign, "data.truncation", "prompts are never cut; they are refused or dropped", unless=("error",)
     )
+    draft.lack(foreign, "data.shuffle", "rows are always shuffled, by train.seed", unless=(True,))
+    size = draft.values["train.prompts_per_step"]
+    draft.lack(foreign, "data.gen_batch_size", "a round draws as many prompts as are missing", unless=(size,))
     for key in ("data.custom_cls.path", "data.sampler.class_path", "data.datagen.path"):
         draft.lack(foreign, key, "write the rows into a file, or use data.curriculum")
     for key in ("custom_cls", "sampler", "datagen"):
@@ -293,6 +328,7 @@ def _critic(draft: Draft, foreign: Foreign) -> None:
         )
         copy(draft, foreign, table)
         adapters(draft, foreign, "critic.model", "critic.lora")
+        as_policy(draft, foreign, "critic", ACTOR, _LIKE_THE_POLICY)
     else:
         draft.skip(foreign, "critic.*", "the algorithm has no critic")
     for key in ("algorithm.lam", "trainer.critic_warmup"):
@@ -316,7 +352,10 @@ def _rewards(draft: Draft, foreign: Foreign) -> None:
     else:
         what = "verl has the answer in reward_model.ground_truth: copy it into a column"
         draft.ask("data.answer_column", "answer", what)
-    manager = foreign.either("reward.reward_manager.name", "reward_model.reward_manager")
+    manager = foreign.either(
+        "reward.reward_manager.name", "reward_manager.name", "reward_model.reward_manager"
+    )
+    draft.lack(foreign, "reward_manager.source", "write it as a reward function", unless=("register",))
     draft.lack(foreign, manager, "write it as a reward function", unless=("naive", "dapo", "batch", "prime"))
 
 
@@ -336,6 +375,7 @@ def _trainer(draft: Draft, foreign: Foreign) -> None:
         )
     evaluate_all(draft, "verl")
     draft.lack(foreign, "trainer.val_only", "a run trains; see `shardproof evaluate`", unless=(False,))
+    draft.lack(foreign, "trainer.ref_update_freq", "see algorithm.reference_sync_every", unless=(0, -1))
     draft.lack(foreign, "trainer.v1.trainer_mode", "see rollout.ahead", unless=("sync",))
     if foreign.take("distillation.enabled", False):
         draft.gaps["distillation.enabled=True"] = "set algorithm.name='distillation', and a [teacher]"

@@ -81,6 +81,10 @@ def _algorithm(draft: Draft, foreign: Foreign) -> None:
         copy(draft, foreign, [Same("algorithm.gamma", "algorithm.gamma", 1.0, float)])
     draft.skip(foreign, "algorithm.gamma", "the algorithm discounts nothing")
     _filters(draft, foreign)
+    draft.lack(foreign, "algorithm.use_pf_ppo", "every completion counts alike", unless=(False,))
+    draft.lack(foreign, f"{ACTOR}.router_replay.mode", "see rollout.replay_experts", unless=("disabled",))
+    why = "see algorithm.trust_region='behaviour'"
+    draft.lack(foreign, f"{ACTOR}.use_rollout_log_probs", why, unless=(False,))
 
 
 def _clip(draft: Draft, foreign: Foreign, loss: str) -> None:
@@ -108,15 +112,19 @@ def _clip(draft: Draft, foreign: Foreign, loss: str) -> None:
 
 
 def _covariance(draft: Draft, foreign: Foreign, loss: str) -> None:
-    settings = foreign.section(f"{ACTOR}.policy_loss")
-    where = f"{ACTOR}.policy_loss"
+    root = f"{ACTOR}.policy_loss"
+
+    def number(key: str, own: float) -> float:
+        return float(foreign.take(f"{root}.{key}", own))
+
     if loss == "clip_cov":
-        draft.put("algorithm.cov_ratio", float(settings.get("clip_cov_ratio", 0.0002)), where)
-        bounds = [float(settings.get("clip_cov_lb", 1.0)), float(settings.get("clip_cov_ub", 5.0))]
-        draft.put("algorithm.cov_bounds", bounds, where)
+        draft.put("algorithm.cov_ratio", number("clip_cov_ratio", 0.0002), root)
+        draft.put("algorithm.cov_bounds", [number("clip_cov_lb", 1.0), number("clip_cov_ub", 5.0)], root)
     elif loss == "kl_cov":
-        draft.put("algorithm.cov_ratio", float(settings.get("kl_cov_ratio", 0.0002)), where)
-        draft.put("algorithm.cov_kl_coef", float(settings.get("ppo_kl_coef", 0.1)), where)
+        draft.put("algorithm.cov_ratio", number("kl_cov_ratio", 0.0002), root)
+        draft.put("algorithm.cov_kl_coef", number("ppo_kl_coef", 0.1), root)
+    for key in ("clip_cov_*", "kl_cov_ratio", "ppo_kl_coef"):
+        draft.skip(foreign, f"{root}.{key}", f"the loss is {loss!r}")
 
 
 def _filters(draft: Draft, foreign: Foreign) -> None:
@@ -124,7 +132,9 @@ def _filters(draft: Draft, foreign: Foreign) -> None:
         draft.put("algorithm.dynamic_sampling", True, "algorithm.filter_groups.enable")
         rounds = int(foreign.take("algorithm.filter_groups.max_num_gen_batches", 0))
         draft.put(
-            "algorithm.dynamic_sampling_rounds", rounds or 1024, "algorithm.filter_groups.max_num_gen_batches"
+            "algorithm.dynamic_sampling_rounds",
+            rounds if rounds > 0 else 1024,
+            "algorithm.filter_groups.max_num_gen_batches",
         )
         draft.lack(
             foreign,
@@ -159,6 +169,8 @@ def _divergence(draft: Draft, foreign: Foreign) -> None:
         foreign.take(f"{ACTOR}.kl_loss_type"),
         foreign.take(f"{ACTOR}.kl_loss_coef"),
     )
+    if not in_reward:
+        draft.skip(foreign, "algorithm.kl_ctrl.*", "the KL is not in the reward")
     if not (in_reward or in_loss):
         draft.put("algorithm.kl_coef", 0.0, "use_kl_loss, use_kl_in_reward")
         return
