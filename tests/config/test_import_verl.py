@@ -70,6 +70,17 @@ VALUES = [
      {"model.lora.r": 16, "model.lora.alpha": 64,
       "model.lora.target_modules": ["q_proj", "k_proj", "v_proj", "down_proj"]}),
     ({"actor_rollout_ref.model.lora.rank": 16}, {"model.lora.alpha": 32, "model.lora.target_modules": "all-linear"}),
+    # A step is what is trained on between two syncs of weights: 2 x 3 updates of 16 prompts.
+    ({"data.train_batch_size": 0, "data.gen_batch_size": 1, "async_training": {"require_batches": 2,
+      "trigger_parameter_sync_step": 3}, "rollout": {"total_rollout_steps": 1000, "test_freq": 4, "nnodes": 2,
+      "n_gpus_per_node": 4}, f"{ACTOR}.optim.lr_warmup_steps": 2},
+     {"train.prompts_per_step": 96, "algorithm.updates_per_epoch": 6, "train.steps": 11, "output.eval_every": 4,
+      "rollout.ahead": 1, "rollout.vllm.replicas": 4, "rollout.sleep": False, "optimizer.warmup_steps": 12,
+      "algorithm.trust_region": "behaviour"}),
+    ({"async_training": {"staleness_threshold": 0, "compute_prox_log_prob": True}},
+     {"rollout.ahead": 0, "algorithm.trust_region": None}),
+    ({f"{ROLLOUT}.tensor_model_parallel_size": 1, "rollout.n_gpus_per_node": 2},
+     {"rollout.ahead": 1, "rollout.vllm.replicas": 2, "train.prompts_per_step": 32}),
     ({f"{ROLLOUT}.enable_rollout_routing_replay": True}, {"rollout.replay_experts": True}),
     ({"algorithm.adv_estimator": "gae", "critic.model.lora_rank": 8}, {"critic.lora.r": 8}),
     ({"algorithm.gamma": 0.9}, {"algorithm.gamma": None}),  # which verl's GRPO does not read
@@ -146,6 +157,18 @@ def test_what_says_nothing_is_not_missed(tmp_path):
     assert made.draft.values["rollout.engine"] == "vllm"
     assert made.draft.values["algorithm.dynamic_sampling_rounds"] == 1024
     assert made.draft.unneeded["algorithm.kl_ctrl.kl_coef"] == "the KL is not in the reward"
+
+
+def test_a_config_that_samples_ahead_has_no_gaps(tmp_path):
+    own = {"partial_rollout": True, "staleness_threshold": 0.5, "use_rollout_log_probs": True}
+    settings = {
+        "async_training": own,
+        "data.train_batch_size": 0,
+        "data.gen_batch_size": 1,
+        "rollout.total_epochs": 3,
+    }
+    made = made_of(tmp_path, settings)
+    assert made.draft.gaps == {} and "algorithm.updates_per_epoch" not in made.draft.to_fill
 
 
 def test_a_critic_that_is_updated_as_the_policy_is_no_difference(tmp_path):

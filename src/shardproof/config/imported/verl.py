@@ -17,6 +17,7 @@ from shardproof.config.imported.shared_settings import (
     train_sources,
 )
 from shardproof.config.imported.verl_adapters import adapters
+from shardproof.config.imported.verl_async import running_ahead
 from shardproof.config.imported.verl_objective import ACTOR, objective
 
 _FSDP = f"{ACTOR}.fsdp_config"
@@ -150,6 +151,7 @@ def translate(foreign: Foreign) -> Draft:
     _data(draft, foreign)
     _engine(draft, foreign)
     objective(draft, foreign)
+    running_ahead(draft, foreign)
     _schedule(draft, foreign, ACTOR)
     _critic(draft, foreign)
     _trainer(draft, foreign)
@@ -361,9 +363,14 @@ def _rewards(draft: Draft, foreign: Foreign) -> None:
 
 def _trainer(draft: Draft, foreign: Foreign) -> None:
     epochs = float(foreign.take("trainer.total_epochs", 30))
-    limit = foreign.take("trainer.total_training_steps")
-    steps(draft, limit, epochs, 1, "trainer.total_training_steps", "trainer.total_epochs")
-    for key, ours in (("trainer.save_freq", "output.save_every"), ("trainer.test_freq", "output.eval_every")):
+    limit, per_step = "trainer.total_training_steps", 1
+    if foreign.has("rollout.total_rollout_steps"):  # prompts, of trainers that sample on GPUs of their own
+        limit, per_step = "rollout.total_rollout_steps", draft.values["train.prompts_per_step"]
+    steps(draft, foreign.take(limit), epochs, per_step, limit, "trainer.total_epochs")
+    foreign.take("trainer.total_training_steps")
+    tests = foreign.either("rollout.test_freq", "trainer.test_freq")
+    foreign.take("trainer.test_freq")
+    for key, ours in (("trainer.save_freq", "output.save_every"), (tests, "output.eval_every")):
         every = int(foreign.take(key, -1))
         if ours == "output.save_every" or "data.evaluation" in draft.values:
             draft.put(ours, max(every, 0), key)

@@ -228,9 +228,13 @@ def _correction(draft: Draft, foreign: Foreign) -> None:
 
 
 def _bypass(draft: Draft, foreign: Foreign, root: str) -> None:
+    measure_from_engine(draft, f"{root}.bypass_mode")
+    draft.lack(foreign, f"{root}.loss_type", "the clipped objective is used", unless=("ppo_clip",))
+
+
+def measure_from_engine(draft: Draft, origin: str) -> None:
     """Ratios that are measured from what the engine drew with."""
-    draft.put("algorithm.trust_region", "behaviour", f"{root}.bypass_mode")
-    draft.put("algorithm.correction", "none", f"{root}.bypass_mode: the ratio is the correction")
+    draft.put("algorithm.trust_region", "behaviour", origin)
+    draft.put("algorithm.correction", "none", f"{origin}: the ratio is the correction")
     for key in ("tis_cap", "icepop_bounds"):
         draft.values.pop(f"algorithm.{key}", None)
-    draft.lack(foreign, f"{root}.loss_type", "the clipped objective is used", unless=("ppo_clip",))
