@@ -47,6 +47,12 @@ VALUES = [
      {"algorithm.correction": "icepop", "algorithm.icepop_bounds": [0.5, 2.0]}),
     ({"generator__apply_overlong_filtering": True}, {"algorithm.overlong": "mask"}),
     ({f"{ALGORITHM}overlong_buffer_len": 24}, {"algorithm.overlong_from": 1000, "algorithm.overlong": "penalty"}),
+    # The same under its name of before.
+    ({f"{ALGORITHM}overlong_buffer__len": 24, f"{ALGORITHM}overlong_buffer__penalty_factor": 1.0},
+     {"algorithm.overlong_from": 1000, "algorithm.overlong": "penalty"}),
+    ({"trainer__policy__fsdp_config__fsdp_size": 4, "trainer__placement__policy_num_gpus_per_node": 8,
+      "trainer__policy__fsdp_config__reshard_after_forward": False},
+     {"model.replicate": 2, "model.reshard_after_forward": False}),
     ({f"{ALGORITHM}use_kl_in_reward": True, f"{ALGORITHM}kl_ctrl__type": "adaptive"},
      {"algorithm.kl_in": "reward", "algorithm.kl_target": 0.1, "algorithm.kl_horizon": 10000}),
     ({f"{ALGORITHM}advantage_estimator": "gae", "trainer__critic__model__lora__rank": 8}, {"critic.lora.r": 8}),
@@ -84,11 +90,26 @@ def test_settings_become_what_skyrl_does_with_them(tmp_path, settings, expected)
         {"trainer__policy__model__lora__rank": 8, "trainer__policy__model__lora__exclude_modules": "lm_head"},
         {"trainer__policy__optimizer_config__scheduler": "polynomial"},
         {"trainer__strategy": "megatron"},
+        {f"{ALGORITHM}overlong_buffer__len": 24, f"{ALGORITHM}overlong_buffer__penalty_factor": 0.5},
+        {f"{ALGORITHM}advantage_estimator": "gae", "trainer__critic__optimizer_config__num_warmup_steps": 5},
+        {f"{ALGORITHM}advantage_estimator": "gae", "trainer__critic_mini_batch_size": 64},
+        {"trainer__fully_async__sample_full_batch": True},
     ],
 )
 def test_what_has_no_counterpart_is_named(tmp_path, settings):
     last = list(settings)[-1].replace("__", ".")
     assert any(gap.startswith(f"{last}=") for gap in made_of(tmp_path, **settings).draft.gaps)
+
+
+def test_what_says_nothing_is_not_missed(tmp_path):
+    settings = {
+        "trainer__policy__model_config_kwargs": {},
+        "generator__chat_template": {"source": "name", "name_or_path": None},
+        f"{ALGORITHM}use_kl_loss": False,
+        f"{ALGORITHM}kl_loss_coef": 0.01,
+        "trainer__critic__optimizer_config__scheduler": "linear",  # GRPO has no critic
+    }
+    assert made_of(tmp_path, **settings).draft.gaps == {}
 
 
 def test_every_advantage_and_loss_of_skyrl_makes_a_recipe(tmp_path):

@@ -61,6 +61,8 @@ _UNNEEDED = {
     "trainer.fully_async.*": "see docs/running-ahead.md",
     "data.dataloader.*": "data is read once per host",
     f"{_ENGINE}.*": _BY_ENGINE,
+    "generator.model_name": "see model.path",
+    "generator.fully_sharded_loras": _BY_ENGINE,
     "generator.batched": "conversations of one turn are always sampled together",
     "generator.async_engine": _BY_ENGINE,
     "generator.use_cache_salt": _BY_ENGINE,
@@ -161,6 +163,19 @@ def _model(draft: Draft, foreign: Foreign) -> None:
     if other is not None and other != draft.values["model.path"]:
         draft.put("reference.path", other, "trainer.ref.model.path")
     foreign.take(foreign.either(f"{_ENGINE}.model_dtype", "generator.model_dtype"))
+    _sharding(draft, foreign, int(gpus) * nodes)
+
+
+def _sharding(draft: Draft, foreign: Foreign, ranks: int) -> None:
+    root = f"{_POLICY}.fsdp_config"
+    size = int(foreign.take(f"{root}.fsdp_size", -1))
+    if 0 < size < ranks and ranks % size == 0:
+        draft.put("model.replicate", ranks // size, f"{root}.fsdp_size")
+    gathers = foreign.take(f"{root}.reshard_after_forward")
+    if isinstance(gathers, bool):
+        draft.put("model.reshard_after_forward", gathers, f"{root}.reshard_after_forward")
+    why = "see model.compute_dtype"
+    draft.lack(foreign, f"{root}.mixed_precision.param_dtype", why, unless=("bf16", "bfloat16"))
 
 
 def _schedule(draft: Draft, foreign: Foreign) -> None:
@@ -195,6 +210,8 @@ def _data(draft: Draft, foreign: Foreign) -> None:
     turns = int(foreign.take("generator.max_turns", 1))
     if turns > 1:
         draft.gaps[f"generator.max_turns={turns}"] = f"write an [environment] with max_turns = {turns}"
+    if not foreign.has("generator.chat_template.name_or_path"):
+        draft.skip(foreign, "generator.chat_template.*", "the model's own template is used")
     for key in ("step_wise_trajectories", "vision_language_generator", "merge_stepwise_output"):
         draft.lack(foreign, f"generator.{key}", "nothing in a recipe corresponds to it", unless=(False,))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shardproof.config.imported.draft import Draft, Foreign, Same, copy
-from shardproof.config.imported.shared_settings import whole
+from shardproof.config.imported.shared_settings import as_policy, whole
 
 _NAMES = {"grpo": "grpo", "gae": "ppo", "rloo": "rloo", "reinforce++": "reinforce_pp"}
 _AGGREGATIONS = {
@@ -21,6 +21,14 @@ _LOSSES = {
     "kl_cov": {"surrogate": "kl_cov"},
 }
 _ALGORITHM = "trainer.algorithm"
+# Of the critic's optimizer, with SkyRL's own values.
+_LIKE_THE_POLICY = {
+    "optimizer_config.adam_betas": [0.9, 0.999],
+    "optimizer_config.weight_decay": 0.01,
+    "optimizer_config.max_grad_norm": 1.0,
+    "optimizer_config.num_warmup_steps": 0,
+    "optimizer_config.scheduler": "constant_with_warmup",
+}
 _CLIP = (
     Same(f"{_ALGORITHM}.eps_clip_low", "algorithm.clip_low", 0.2, float),
     Same(f"{_ALGORITHM}.eps_clip_high", "algorithm.clip_high", 0.2, float),
@@ -85,6 +93,10 @@ def _critic(draft: Draft, foreign: Foreign) -> None:
     )
     copy(draft, foreign, table)
     adapters(draft, foreign, "trainer.critic.model.lora", "critic.lora")
+    as_policy(draft, foreign, "trainer.critic", "trainer.policy", _LIKE_THE_POLICY)
+    mini = foreign.take("trainer.policy_mini_batch_size", 256)
+    why = "the critic is updated as often as the policy"
+    draft.lack(foreign, "trainer.critic_mini_batch_size", why, unless=(mini,))
 
 
 def adapters(draft: Draft, foreign: Foreign, theirs: str, ours: str) -> None:
@@ -185,17 +197,29 @@ def _selection(draft: Draft, foreign: Foreign) -> None:
     foreign.take(f"{_ALGORITHM}.zero_variance_filter_tol")
     masks = foreign.take("generator.apply_overlong_filtering", False)
     draft.put("algorithm.overlong", "mask" if masks else "neither", "generator.apply_overlong_filtering")
-    buffer = foreign.take(f"{_ALGORITHM}.overlong_buffer_len")  # of the DAPO example's trainer
+    draft.lack(
+        foreign,
+        "trainer.fully_async.sample_full_batch",
+        "see algorithm.dynamic_sampling",
+        unless=(False,),
+    )
+    _overlong(draft, foreign, masks)
+
+
+def _overlong(draft: Draft, foreign: Foreign, masks: bool) -> None:
+    """The length penalty of the DAPO example's trainer, under its names of today and of before."""
+    key = foreign.either(f"{_ALGORITHM}.overlong_buffer_len", f"{_ALGORITHM}.overlong_buffer.len")
+    buffer = foreign.take(key)
     if buffer is None:
         return
     if masks:
         what = "completions that are cut off count in no loss; a recipe does that, or subtracts reward"
-        draft.gaps[f"{_ALGORITHM}.overlong_buffer_len={buffer!r}"] = what
+        draft.gaps[f"{key}={buffer!r}"] = what
     else:
         start = draft.values["rollout.max_new_tokens"] - int(buffer)
-        draft.put("algorithm.overlong", "penalty", f"{_ALGORITHM}.overlong_buffer_len")
-        draft.put("algorithm.overlong_from", start, f"{_ALGORITHM}.overlong_buffer_len")
-    factor = f"{_ALGORITHM}.overlong_buffer_penalty_factor"
+        draft.put("algorithm.overlong", "penalty", key)
+        draft.put("algorithm.overlong_from", start, key)
+    factor = key.removesuffix("len") + "penalty_factor"
     draft.lack(foreign, factor, "the penalty grows to 1", unless=(1, 1.0))
 
 
@@ -204,7 +228,8 @@ def _divergence(draft: Draft, foreign: Foreign) -> None:
     in_loss = foreign.take(f"{_ALGORITHM}.use_kl_loss", True)
     k3 = foreign.take(f"{_ALGORITHM}.use_kl_estimator_k3", True)
     kind = foreign.take(f"{_ALGORITHM}.kl_estimator_type", "k3" if k3 else "k1")
-    coefficient = float(foreign.take(f"{_ALGORITHM}.kl_loss_coef", 0.001)) if in_reward or in_loss else 0.0
+    coefficient = float(foreign.take(f"{_ALGORITHM}.kl_loss_coef", 0.001))
+    coefficient = coefficient if in_reward or in_loss else 0.0
     draft.put("algorithm.kl_coef", coefficient, f"{_ALGORITHM}.kl_loss_coef")
     if coefficient:
         where = "reward" if in_reward else "loss"
