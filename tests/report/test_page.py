@@ -11,6 +11,7 @@ import pytest
 from shardproof.report.curves import charts_of
 from shardproof.report.page import write_report
 from shardproof.report.read import RunReader
+from shardproof.report.summary import numbers_of
 from tests.claims import leave_claim
 from tests.report.folders import (
     HOSTILE,
@@ -225,6 +226,55 @@ def test_an_interval_is_drawn_from_end_to_end_also_where_the_value_is_not_in_its
     open_run(tab, folder)
     assert tab.count("figure[data-chart='eval/pass@1'] .band") == 1
     assert captions(tab)["eval/pass@1"].endswith("0.25 (0.0625 to 0.6875)")
+
+
+def test_metrics_of_given_completions_teachers_pools_and_sets_stand_where_they_belong(tmp_path):
+    values = {
+        **{f"{name}/{kind}": 0.0 for name in ("reward", "logps") for kind in ("chosen", "rejected")},
+        **{"teacher/kl": 0.1, "teacher/kl_k3": 0.2, "pool/easy": 0.3, "pool/hard": 0.4},
+        **{"data/share/a": 0.5, "data/share/b": 0.6, "version": 0.7},
+        **{"eval/aime/pass@8": 0.8, "eval/aime/pass@32": 0.9, "eval/aime/reward": 1.0},
+    }
+    lines = [
+        {
+            "step": step,
+            "metrics": {
+                name: value + (place + 1) * step for place, (name, value) in enumerate(values.items())
+            },
+        }
+        for step in (1, 2)
+    ]
+    write_lines(tmp_path / "metrics.jsonl", lines)
+    run = RunReader(tmp_path).read()
+    shown = charts_of([run])
+    charts = {each["title"]: [series["name"] for series in each["series"]] for each in shown["charts"]}
+    assert charts == {
+        "teacher/kl": ["teacher/kl", "teacher/kl_k3"],
+        "logps/chosen": ["logps/chosen", "logps/rejected"],
+        "reward/chosen": ["reward/chosen", "reward/rejected"],
+        "data/share": ["data/share/a", "data/share/b"],
+        "pool": ["pool/easy", "pool/hard"],
+        "eval/aime/pass@8": ["eval/aime/pass@8"],
+        "eval/aime/pass@32": ["eval/aime/pass@32"],
+        "eval/aime/reward": ["eval/aime/reward"],
+        "version": ["version"],
+    }
+    assert [title for title in charts if "pass" in title] == ["eval/aime/pass@8", "eval/aime/pass@32"]
+    assert shown["groups"] == ["Reward and completions", "Data", "Evaluation", "Optimisation"]
+    labels = [number["label"] for number in numbers_of(run)]
+    assert labels == ["KL to the teacher", "aime reward"]
+
+
+def test_a_curve_that_stands_for_another_has_its_band(tmp_path):
+    ends = {"eval/pass@1_low": 0.25, "eval/pass@1_high": 0.75}
+    lines = [
+        {"step": step, "metrics": {"eval/exact_match": right, "eval/pass@1": right, **ends}}
+        for step, right in ((0, 0.5), (1, 0.625))
+    ]
+    write_lines(tmp_path / "metrics.jsonl", lines)
+    (chart,) = charts_of([RunReader(tmp_path).read()])["charts"]
+    assert (chart["title"], chart["same"]) == ("eval/exact_match", ["eval/pass@1"])
+    assert chart["series"][0]["band"] == [[0.25, 0.25], [0.375, 0.125]]
 
 
 def test_the_crosshair_shows_the_values_at_a_step(tab, tmp_path):

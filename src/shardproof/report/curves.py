@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,8 @@ from shardproof.report.read import Run
 
 # Groups in the order of the page. A metric belongs to the first group that has its name or its first part.
 GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("Reward and completions", ("reward", "completion", "prompts")),
+    ("Reward and completions", ("reward", "teacher", "logps", "completion", "prompts")),
+    ("Data", ("data", "pool")),
     ("Environment", ("environment",)),
     ("Evaluation", ("eval",)),
     (
@@ -24,11 +26,12 @@ GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "lr",
             "value",
             "router",
+            "version",
             "updates",
             "skipped",
         ),
     ),
-    ("Engine match", ("canary", "mismatch", "correction", "ratio", "nucleus", "version", "ledger")),
+    ("Engine match", ("canary", "mismatch", "correction", "ratio", "nucleus", "ledger")),
     ("Running ahead", ("lag", "ahead", "replica", "time/trainer_idle", "time/engine_idle")),
     ("Time", ("tokens_per_s", "time")),
     ("Memory", ("memory",)),
@@ -37,11 +40,22 @@ OTHER = "Other"
 # These share the axes of the quantity's mean. Extremes do not: one outlier would flatten the other curves.
 STATISTICS = ("mean", "median", "std", "group_std")
 # So do these, which mean something beside each other.
-BESIDE = {"lag/max": "lag/mean", "time/engine_idle": "time/trainer_idle"}
-REPLICA = "replica"  # all metrics of this kind share one chart: the shares of the replicas
+BESIDE = {
+    "lag/max": "lag/mean",
+    "time/engine_idle": "time/trainer_idle",
+    "reward/rejected": "reward/chosen",
+    "logps/rejected": "logps/chosen",
+    "eval/reward/rejected": "eval/reward/chosen",
+    "eval/logps/rejected": "eval/logps/chosen",
+    "teacher/kl_k3": "teacher/kl",
+}
+SHARES = ("replica", "pool", "data/share")  # all metrics under such a name share one chart: parts of a whole
 FIRST_METRICS = (
     "reward/mean",
+    "reward/accuracy",
+    "teacher/kl",
     "eval/reward",
+    "eval/reward/accuracy",
     "kl/mean",
     "loss/policy",
     "grad_norm",
@@ -95,7 +109,7 @@ def charts_of(runs: Sequence[Run]) -> dict[str, Any]:
         chart["same"] += others
         for number, each in enumerate(curves):
             if name in each:
-                band = _band(name, each)
+                band = next(filter(None, (_band(alike, each) for alike in (name, *others))), None)
                 chart["series"].append(
                     {"run": number, "name": name, **_series(each[name], band, runs[number])}
                 )
@@ -129,8 +143,8 @@ def _distance(upper: Curve, lower: Curve) -> Curve:
 def _shared_title(name: str, shown: Iterable[str]) -> str:
     """The title of the chart that a metric of a single run stands in."""
     quantity, _, statistic = name.rpartition("/")
-    if quantity == REPLICA:
-        return REPLICA
+    if quantity in SHARES:
+        return quantity
     title = f"{quantity}/mean" if statistic in STATISTICS else BESIDE.get(name, name)
     return title if title in shown else name
 
@@ -150,7 +164,12 @@ def _order(name: str) -> tuple[int, str, bool, str]:
     """Where a metric stands in its group; one that stands beside another follows it."""
     title = BESIDE.get(name, name)
     place = FIRST_METRICS.index(title) if title in FIRST_METRICS else len(FIRST_METRICS)
-    return (place, title, name in BESIDE, name)
+    return (place, _by_number(title), name in BESIDE, _by_number(name))
+
+
+def _by_number(name: str) -> str:
+    """A name that sorts by the numbers in it: pass@8 before pass@32."""
+    return re.sub(r"\d+", lambda found: found[0].zfill(9), name)
 
 
 def _constant(name: str, curves: Sequence[dict[str, Curve]]) -> tuple[float | None] | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ EARLIER_NAME = "events.superseded.jsonl"
 CONFIG_NAME, FACTS_NAME = "config.json", "run.json"
 # What an evaluation comes down to: the first of these that it measured, and what it is called.
 HEADLINES = {"eval/reward": "reward", "eval/pass@1": "pass@1", "eval/reward/accuracy": "accuracy"}
+OF_SET = re.compile(r"eval/([^/]+)/(reward|pass@1)")  # a headline of a named set
 EVALUATED = "eval/step"  # the step after which an evaluation began, where training went on meanwhile
 
 Record = dict[str, Any]

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from shardproof.report.ledger import cut
-from shardproof.report.read import HEADLINES, Record, Run, dig, finite
+from shardproof.report.read import HEADLINES, OF_SET, Record, Run, dig, finite
 
 STATUSES = ("running", "finished", "stopped", "failed")
 STALE_S = 600.0  # a run that says it is running and has written nothing for this long may be gone
@@ -48,10 +48,9 @@ def numbers_of(run: Run) -> list[dict[str, str]]:
     numbers = [
         _change(run, "Reward", "reward/mean"),
         _change(run, "Solved", "reward/solved") if not _points(run, "reward/mean") else None,
-        next(
-            filter(None, (_change(run, f"Held-out {called}", name) for name, called in HEADLINES.items())),
-            None,
-        ),
+        _change(run, "Accuracy", "reward/accuracy"),
+        _change(run, "KL to the teacher", "teacher/kl"),
+        *_held_out(run),
         _change(run, "Loss", "loss/total") if not _points(run, "reward/mean") else None,
         _change(run, "Held-out loss", "eval/loss"),
     ]
@@ -72,6 +71,19 @@ def numbers_of(run: Run) -> list[dict[str, str]]:
         )
     numbers += _ahead_numbers(run)
     return [number for number in numbers if number is not None]
+
+
+def _held_out(run: Run) -> list[dict[str, str] | None]:
+    """The first headline that the run has of `data.evaluation`, and that of each named set."""
+    names = {name: None for metrics in run.metrics for name in metrics}
+    sets = dict.fromkeys(found[1] for name in names if (found := OF_SET.fullmatch(name)))
+    prefixes = {"eval/": "Held-out", **{f"eval/{each}/": cut(each, 100) for each in sets}}
+    found = []
+    for prefix, label in prefixes.items():
+        headlines = {prefix + name.removeprefix("eval/"): called for name, called in HEADLINES.items()}
+        first = next((name for name in headlines if name in names), None)
+        found.append(_change(run, f"{label} {headlines[first]}", first) if first else None)
+    return found
 
 
 def _ahead_numbers(run: Run) -> list[dict[str, str]]:

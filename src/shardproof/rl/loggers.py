@@ -5,20 +5,17 @@ from __future__ import annotations
 import logging
 import math
 import os
-import re
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 from shardproof.files import append_line, write_atomic
-from shardproof.report.read import EVENTS_NAME, HEADLINES, METRICS_NAME, SAMPLES_NAME, parse_object
+from shardproof.report.read import EVENTS_NAME, HEADLINES, METRICS_NAME, OF_SET, SAMPLES_NAME, parse_object
 from shardproof.terminal import Bar
 from shardproof.text import duration
 
 logger = logging.getLogger(__name__)
-
-_OF_SET = re.compile(r"eval/([^/]+)/(reward|pass@1)")
 
 LINES = (METRICS_NAME, SAMPLES_NAME, EVENTS_NAME)
 
@@ -63,6 +60,8 @@ class Progress:
     _SHOWN = (
         ("reward/mean", "reward {:.3f}"),
         ("reward/solved", "solved {:.3f}"),
+        ("reward/accuracy", "accuracy {:.3f}"),
+        ("teacher/kl", "KL to the teacher {:.4f}"),
         ("kl/mean", "KL {:.4f}"),
         ("loss/policy", "loss {:.4f}"),
         ("grad_norm", "grad norm {:.3f}"),
@@ -111,7 +110,7 @@ def describe_evaluation(metrics: Mapping[str, float]) -> str:
     if "eval/loss" in metrics:
         parts.append(f"held-out loss {metrics['eval/loss']:.4f}")
     for name in metrics:  # of sets with names
-        of_set = _OF_SET.fullmatch(name)
+        of_set = OF_SET.fullmatch(name)
         if of_set is not None and (of_set[2] == "reward" or f"eval/{of_set[1]}/reward" not in metrics):
             parts.append(_said(metrics, f"{of_set[1]} {of_set[2]}", name))
     return ", ".join(parts)
