@@ -145,7 +145,10 @@ def _section_in(hint: Any) -> type | None:
 
 def _several(words: str) -> str:
     """A list of what words say: of numbers, their bounds follow."""
-    return f"list of {words.replace('number', 'numbers', 1) if ' number ' in words else words + 's'}"
+    if words.startswith("`"):
+        return f"list of any of {words}"
+    numbers = re.sub(r"\bnumber\b", "numbers", words, count=1)
+    return f"list of {numbers if numbers != words else words + 's'}"
 
 
 def _words(hint: Any) -> str:

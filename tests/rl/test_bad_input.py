@@ -53,6 +53,11 @@ def test_every_recipe_resolves(recipe):
         ("algorithm.overlong_from=4", "must be below rollout.max_new_tokens"),
         ("reward=none", "reward is missing: grpo learns from rewards"),
         ("reward.functions=[]", "reward: functions is empty: name a reward function"),
+        (
+            "reward.functions=['numeric']",
+            "reward.functions.0: expected a table, such as { key = value }",
+        ),
+        ("rollout.stop=</answer>", "rollout.stop: expected a list, such as [1, 2] or ['a', 'b']"),
         ("no_equals_sign", "key=value"),
         ("train.steps.more=1", "'steps' is a value, not a section"),
     ],

@@ -157,7 +157,12 @@ def test_what_no_reward_speaks_of_has_no_mean_and_is_not_the_best(tmp_path):
         (["output.eval_every=2", "output.eval_samples=4", "evaluation.temperature=0"], "are the same: use 1"),
         (["output.eval_every=0", "evaluation.best=eval/reward"], "nothing is evaluated"),
         (["output.eval_every=2", "evaluation.best=reward"], "is not the name of an evaluation's metric"),
+        (
+            ["output.eval_every=2", "evaluation.pass_at=[8]"],
+            "raise output.eval_samples, or lower evaluation.pass_at",
+        ),
         (["evaluation.sets=[{name='a b', source='x.jsonl'}]"], "not a name of letters"),
+        (["evaluation.sets=[{name='reward', source='x.jsonl'}]"], "begin with eval/reward/; choose another"),
         (
             ["evaluation.sets=[{name='a', source='x.jsonl'}, {name='a', source='y.jsonl'}]"],
             "two have the name 'a'",
@@ -176,9 +181,12 @@ def test_settings_that_cannot_be_meant_are_refused_by_name(overrides, said):
     assert said in str(caught.value)
 
 
-def test_a_metric_that_is_not_measured_is_named_with_those_that_are(tmp_path):
-    recipe = small_recipe(tmp_path, "output.eval_every=1", "evaluation.best=eval/pass@9")
-    with pytest.raises(RankError, match=r"'eval/pass@9' is not measured\. Did you mean 'eval/pass@1'"):
+@pytest.mark.parametrize(
+    ("best", "near"), [("eval/pass@9", "eval/pass@1"), ("eval/exact/match", "eval/exact_match")]
+)
+def test_a_metric_that_is_not_measured_is_named_with_those_that_are(tmp_path, best, near):
+    recipe = small_recipe(tmp_path, "output.eval_every=1", f"evaluation.best={best}")
+    with pytest.raises(RankError, match=rf"'{best}' is not measured\. Did you mean '{near}'"):
         run_ranks(1, run_recipe, recipe)
 
 

@@ -86,7 +86,7 @@ def told(imported: Imported, output: Path | None) -> list[str]:
     if draft.unneeded:
         lines += ["", "Not needed here:", *(f"  {key}: {why}" for key, why in draft.unneeded.items())]
     if draft.idle:
-        what = "Without effect, as they are the library's own values, or of something that is not used:"
+        what = "At the library's default, or part of something that is not used:"
         lines += ["", what, f"  {', '.join(draft.idle)}"]
     if imported.problem is not None:
         lines += ["", f"The recipe cannot be used as it is: {imported.problem}"]

@@ -213,9 +213,11 @@ def preset_problem(name: str, preset: str | None) -> str | None:
         return None
     if spec is None:
         return f"preset={preset!r}: your own algorithm ({name}) has no presets; set the switches themselves"
+    if not spec.samples:
+        return f"preset={preset!r}: presets are for algorithms that sample, not for {name}; remove the key"
     if getattr(spec, preset) is None:
         library = {"trl": "TRL", "verl": "verl"}[preset]
-        return f"preset={preset!r}: {library} has no {name} that this one differs from; remove the key"
+        return f"preset={preset!r}: {name} has no variant of {library}; remove the key"
     return None
 
 

@@ -109,6 +109,8 @@ def _roles(recipe: Sections) -> str | None:
     spec = SPECS.get(recipe.algorithm.name)
     compares = spec is not None and spec.has_preference and not recipe.algorithm.preference.reference_free
     if recipe.reference is not None and not recipe.algorithm.kl_coef and not compares:
+        if spec is not None and spec.has_preference:
+            return "reference: algorithm.preference.reference_free=true uses no reference; remove the section"
         return "reference: no KL is computed when algorithm.kl_coef is 0; set it, or remove the section"
     if recipe.reference is not None and recipe.model.lora is not None:
         return (

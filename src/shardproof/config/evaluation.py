@@ -12,6 +12,7 @@ from shardproof.config.section import Section
 
 Temperature = Annotated[float, Bound(ge=0.0, le=100.0)]  # 0: the most likely token
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
+_TAKEN = ("reward", "logps")  # as in eval/reward/accuracy and eval/logps/chosen, of preferences
 _BEST = re.compile(r"eval/\S+")
 
 
@@ -44,6 +45,8 @@ class EvaluationSet(Section):
     def _can_be_a_metric(cls, name: str) -> str:
         if not _NAME.fullmatch(name):
             raise ValueError(f"{name!r} is not a name of letters, digits, '.', '_' and '-'")
+        if name in _TAKEN:
+            raise ValueError(f"metrics of data.evaluation begin with eval/{name}/; choose another name")
         return name
 
 

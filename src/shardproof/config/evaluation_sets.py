@@ -92,7 +92,10 @@ def evaluation_problem(recipe: Sections) -> str | None:
     for each in sets:
         where = f"evaluation of {each.name or 'data.evaluation'}"
         if each.pass_at[-1] > each.samples:
-            return f"{where}: pass@{each.pass_at[-1]} needs as many completions per row, not {each.samples}: raise samples, or lower pass_at of this set"
+            keys = "samples, or lower pass_at of this set"
+            if not each.name:
+                keys = "output.eval_samples, or lower evaluation.pass_at"
+            return f"{where}: pass@{each.pass_at[-1]} needs as many completions per row, not {each.samples}: raise {keys}"
         if each.samples > 1 and each.temperature == 0.0:
             return f"{where}: with temperature 0 all of the {each.samples} completions per row are the same: use 1"
         if each.every and each.max_new_tokens < recipe.rollout.min_new_tokens:

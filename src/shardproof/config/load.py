@@ -19,6 +19,15 @@ from shardproof.foreign import read_foreign
 
 _MAX_BYTES = 2**20
 _NO_RECIPE = "pass a recipe, a TOML file; `shardproof recipes` copies the built-in ones to ./recipes"
+# What pydantic would say in words of Python.
+_TABLE = "expected a table, such as { key = value }"
+_MESSAGES = {
+    "list_type": "expected a list, such as [1, 2] or ['a', 'b']",
+    "dict_type": _TABLE,
+    "model_type": _TABLE,
+    "model_attributes_type": _TABLE,
+    "dataclass_type": _TABLE,
+}
 _LISTED, _LABEL_CHARACTERS = 20, 100  # problems that a message lists; how much of a strange key it shows
 
 
@@ -152,11 +161,13 @@ def _explain(problem: Any) -> str:
     if len(where) > _LABEL_CHARACTERS:
         where = f"{where[:_LABEL_CHARACTERS]}..."
     if problem["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
-        near = difflib.get_close_matches(where, list(all_keys(Recipe)), n=1, cutoff=0.4)
+        known = list(all_keys(Recipe))
+        moved = [key for key in known if key.rpartition(".")[2] == str(problem["loc"][-1])]
+        near = moved if len(moved) == 1 else difflib.get_close_matches(where, known, n=1, cutoff=0.4)
         return f"unknown key {where!r}" + (f", did you mean {near[0]!r}?" if near else "")
     if problem["type"] == "missing":
         return f"{where!r} is missing"
-    message = problem["msg"].removeprefix("Value error, ")
+    message = _MESSAGES.get(problem["type"]) or problem["msg"].removeprefix("Value error, ")
     return f"{where}: {message}" if where else message
 
 

@@ -30,13 +30,14 @@ LabelLoss = Literal["kto", "apo_zero_unpaired"]
 # Losses of the difference of two scores, which an f-divergence may make of log-ratios.
 OF_SCORES = ("sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft")
 SMOOTHED = ("sigmoid", "robust", "exo_pair", "aot", "aot_unpaired")
+Loss = Literal[PairLoss, LabelLoss]
 Weight = Annotated[float, Bound(ge=0.0, le=1e6)]
 
 
 class Preference(Section):
     """Losses of preference data. docs/preferences.md has the formulas."""
 
-    loss: list[PairLoss | LabelLoss] = Field(default_factory=list)
+    loss: list[Loss] = Field(default_factory=list)
     """Losses whose weighted sum is minimised. For `dpo`: `sigmoid` (the default), `sigmoid_norm`, `hinge`, `ipo`,
     `robust`, `exo_pair`, `nca_pair`, `bco_pair`, `sppo_hard`, `aot`, `aot_unpaired`, `apo_zero`, `apo_down`,
     `discopop`, `sft`. For `kto`: one of `kto` (the default) and `apo_zero_unpaired`."""

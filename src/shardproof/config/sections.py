@@ -24,7 +24,7 @@ class Sections(Section):
     data: Data
     """The prompts to train and to evaluate on."""
     reward: Rewards | None = None
-    """What completions are worth. Required for every algorithm except `sft`, unless an environment rewards
+    """What completions are worth. Required for algorithms that learn from rewards, unless an environment gives
     them."""
     rollout: Rollout = Rollout()
     """How completions are sampled."""
@@ -39,8 +39,8 @@ class Sections(Section):
     evaluation: Evaluation = Evaluation()
     """How the policy is evaluated on held-out rows, and on which."""
     reference: Role | None = None
-    """The frozen model that the KL is measured from, for `algorithm.kl_coef` above 0. By default the policy's
-    starting weights."""
+    """The frozen model that the policy is compared with, for `algorithm.kl_coef` above 0 and for `dpo` and `kto`.
+    By default the policy's starting weights."""
     critic: Critic | None = None
     """The critic of `ppo`. By default the policy's starting weights with a new value head."""
     teacher: Teacher | None = None

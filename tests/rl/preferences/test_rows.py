@@ -352,7 +352,19 @@ def test_nothing_is_cut_off_unless_the_recipe_says_so(caplog):
         (["algorithm.name=sft", "data.on_max_length=drop"], "needs data.max_length"),
         (
             ["algorithm.name=dpo", "algorithm.preference.reference_free=true", "reference.path=x"],
-            "reference: no KL is computed",
+            "reference: algorithm.preference.reference_free=true uses no reference",
+        ),
+        (
+            ["algorithm.name=dpo", "algorithm.preset=trl"],
+            "presets are for algorithms that sample, not for dpo",
+        ),
+        (
+            ["algorithm.name=dpo", "algorithm.preference.loss=sigmod"],
+            "algorithm.preference.loss.0: Input should be 'sigmoid', 'sigmoid_norm'",
+        ),
+        (
+            ["algorithm.name=dpo", "algorithm.beta=0.1"],
+            "unknown key 'algorithm.beta', did you mean 'algorithm.preference.beta'?",
         ),
     ],
 )

@@ -46,7 +46,7 @@ def read_rates(path: str) -> dict[str, float | None]:
     for place, row in read_rows(path):
         rate = row.get("pass_rate", "")
         if not isinstance(row.get("key"), str) or isinstance(rate, bool | str):
-            raise unusable(f"{place} is no pass rate: it needs a 'key' and a 'pass_rate'.", _MEASURE)
+            raise unusable(f"{place} is not a pass rate: it needs a 'key' and a 'pass_rate'.", _MEASURE)
         if rate is not None and not (isinstance(rate, int | float) and 0.0 <= rate <= 1.0):
             raise unusable(f"{place}: the pass rate {rate} is not between 0 and 1.", _MEASURE)
         found[row["key"]] = None if rate is None else float(rate)

@@ -91,7 +91,8 @@ def _answer_problem(place: str, row: Row, columns: Columns) -> tuple[str, str] |
     answer = columns.answer
     if answer is not None:
         if answer not in row:
-            return _no_column(place, row, answer, "data.answer_column")
+            message, fix = _no_column(place, row, answer, "data.answer_column")
+            return message, f"{fix}, or to none if no reward reads an answer"
         row["answer"] = row[answer]
         if columns.drops_unanswered and (row[answer] is None or not str(row[answer]).strip()):
             return f"{place} has no answer.", "give it one, or remove the row"
