@@ -33,9 +33,7 @@ COMPANIONS = {
     "algorithm.preference.loss_weights": {"algorithm": {"preference": {"loss": ["sigmoid", "sft"]}}},
     "algorithm.preference.desirable_weight": {"algorithm": {"name": "kto"}},
     "algorithm.preference.undesirable_weight": {"algorithm": {"name": "kto"}},
-    **dict.fromkeys(
-        ("algorithm.gamma", "algorithm.gae_lambda", "algorithm.value_clip"), {"algorithm": {"name": "ppo"}}
-    ),
+    **{f"algorithm.{key}": {"algorithm": {"name": "ppo"}} for key in ("gamma", "gae_lambda", "value_clip")},
     "algorithm.cov_bounds": {"algorithm": {"name": "clip_cov"}},
     "algorithm.cov_kl_coef": {"algorithm": {"name": "kl_cov"}},
     "reference": {"algorithm": {"kl_coef": 0.1}},
