@@ -66,6 +66,16 @@ def test_policy_gradient_has_no_gradient_where_it_is_clipped():
     assert grad.tolist() == pytest.approx([0.0, ratio, -1 / ratio, 0.0], rel=1e-5)
 
 
+def test_tokens_that_the_dual_clip_holds_back_count_as_clipped():
+    settings = SurrogateSettings(dual_clip=3.0)
+    loss, metrics = policy_gradient(surrogate_settings=settings).function(
+        scored([math.log(ratio) for ratio in (2.0, 4.0, 4.0, 0.5, 0.5)]),
+        columns(advantages=[-1.0, -1.0, 1.0, -1.0, 0.0], old_logps=[0.0] * 5),
+    )
+    assert loss.tolist() == pytest.approx([2.0, 3.0, -1.2, 0.8, 0.0])
+    assert metrics["clip_fraction"].tolist() == [0.0, 1.0, 1.0, 1.0, 0.0]
+
+
 @pytest.mark.parametrize(
     ("surrogate", "settings", "advantage", "wanted"),
     [

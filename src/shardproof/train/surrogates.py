@@ -51,11 +51,11 @@ class Clip:
         self, logps: torch.Tensor, old: torch.Tensor, columns: Columns, low: float, high: float
     ) -> Found:
         advantages, ratio = columns["advantages"], ratio_of(logps, old, columns, self.ratio)
-        bounded = ratio.clamp(1.0 - low, 1.0 + high)
-        if self.dual:  # above 1 + high, so where A is positive the clip is the nearer bound
-            ratio = ratio.clamp(max=self.dual)
-        loss = -torch.minimum(ratio * advantages, bounded * advantages)
-        return loss, (bounded * advantages < ratio * advantages).float().detach()
+        plain, bounded = ratio * advantages, ratio.clamp(1.0 - low, 1.0 + high) * advantages
+        # Above 1 + high, so where A is positive the clip is the nearer bound.
+        counted = ratio.clamp(max=self.dual) * advantages if self.dual else plain
+        value = torch.minimum(counted, bounded)
+        return -value, (value != plain).float().detach()
 
 
 @dataclass(frozen=True)
