@@ -13,7 +13,7 @@ from shardproof.config.schema import Algorithm as Settings
 from shardproof.errors import ConfigError
 from shardproof.rl.experience_metrics import Success
 from shardproof.rl.updates import Schedule
-from shardproof.rollout.trajectory import Reward
+from shardproof.rollout.trajectory import Reward, Trajectory
 from tests.ranks import run_ranks
 from tests.rl.background_runs import recipe_of, run_and_note
 from tests.rl.runs import RECIPES, lines, numbers, run_recipe, small_recipe, trajectory
@@ -143,6 +143,22 @@ def test_a_step_trains_on_fewer_prompts_when_its_rounds_run_out(tmp_path):
     assert first["prompts/missing"] == second["prompts/missing"] > 0
     assert first["prompts/missing"] == pytest.approx(12 * (1 - first["prompts/kept"]))
     assert first["prompts/rounds"] == 1.0
+
+
+def groups_with_signal() -> list[int]:
+    from shardproof.rl.experience import _with_signal
+
+    totals = [[0.1 + 0.2, 0.3], [0.3, 0.4], [0.5, None], [None, None]]
+    made = [
+        Trajectory((), group, sample, reward=Reward(total or 0.0, failed=total is None))
+        for group, row in enumerate(totals)
+        for sample, total in enumerate(row)
+    ]
+    return _with_signal(made, None)
+
+
+def test_totals_that_differ_by_rounding_alone_tell_nothing_apart():
+    assert run_ranks(1, groups_with_signal) == [[1]]
 
 
 def test_the_named_reward_must_tell_completions_apart(tmp_path):

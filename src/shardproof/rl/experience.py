@@ -144,15 +144,13 @@ def _with_signal(trajectories: Sequence[Trajectory], part: str | None) -> list[i
 
     Penalties do not count: they nearly always do. Collective: every rank.
     """
-    values = {
-        group[0].group: {
-            value
-            for reward in map(reward_of, group)
-            if reward.counts and (value := value_of(reward, part)) is not None
-        }
-        for group in in_groups(trajectories)
-    }
-    mine = [group for group, found in values.items() if len(found) > 1]
+    mine = []
+    for group in in_groups(trajectories):
+        counted = [reward for reward in map(reward_of, group) if reward.counts]
+        values = [value for reward in counted if (value := value_of(reward, part)) is not None]
+        # As exact as advantages are: in float64 two sums of the same parts may differ by their last bit.
+        if len(torch.tensor(values, dtype=torch.float64).float().unique()) > 1:
+            mine.append(group[0].group)
     return sorted({group for row in exchange(mine) for group in row})
 
 
