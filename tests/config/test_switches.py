@@ -39,6 +39,7 @@ SAMPLING = [name for name, spec in SPECS.items() if spec.samples]
         ({"compared_over": "batch"}, {"scale_over": "batch"}),
         ({"preset": "verl", "surrogate": "cispo"}, {"dual_clip": 0.0}),
         ({"name": "dapo", "surrogate": "sapo"}, {"clip_low": 0.2, "clip_high": 0.2}),
+        ({"name": "gdpo", "scale_over": "tokens"}, {"compared_over": "batch", "scale": "sample"}),
         ({"name": "dapo", "surrogate": "cispo"}, {"clip_low": 0.2, "clip_high": 0.28}),
         ({"name": "cispo", "surrogate": "clip"}, {"clip_low": 0.2, "clip_high": 0.2}),
         ({"name": "cispo", "preset": "trl", "surrogate": "clip"}, {"clip_low": 0.2, "clip_high": 0.2}),

@@ -35,7 +35,7 @@ class AlgorithmSpec:
     clip_high: float | None = None  # where the recipe sets none; None: as clip_low
     dynamic_sampling: bool = False  # where the recipe does not say
     switches: Mapping[str, Any] = field(default_factory=dict)  # other settings, where the recipe is silent
-    trl: Mapping[str, Any] | None = None  # those that TRL has otherwise; None: TRL has no such algorithm
+    trl: Mapping[str, Any] | None = None  # those that TRL has otherwise; None: there is no variant of TRL's
     verl: Mapping[str, Any] | None = None
 
 
