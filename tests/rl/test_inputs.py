@@ -29,7 +29,9 @@ ROWS = [
     Prompt({"prompt": "a", "answer": 1.5, "tags": [None, True, {"ü": "\ud83d"}]}, "a\n", (1, 2, 3)),
     Prompt({}, "", ()),
     Prompt({"n": -(2**70)}, "ß" * 100, tuple(range(151_000, 151_100)), (7,), (8, 9), (1, 0)),
-    Prompt({"p": 1}, "p", (1,), source="math", sampling={"top_k": 3}, template={"a": [1]}, number=3),
+    Prompt(
+        {"p": 1}, "p", (1,), source="math", sampling={"top_k": 3}, template={"a": [1]}, number=3, whole=(1, 2)
+    ),
 ]
 
 

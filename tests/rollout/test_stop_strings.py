@@ -265,3 +265,7 @@ def test_the_text_that_rewards_read():
         for keep in (True, False)
     ]
     assert texts == ["3.4.5.", "3.", "3.4.", "3.4."]
+    # Of which the last token belongs to a completion that the data give.
+    cut = Prompt({}, "", (1,), (2, 9), whole=(1, 2))
+    assert cut.asked == (1, 2) and prompt.asked == (1, 2)
+    assert with_text(made, cut, Numbers()).text == "3.4.5."

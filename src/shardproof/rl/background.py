@@ -284,7 +284,7 @@ class BackgroundBatch:
 
     async def _complete(self, place: int, start: Start) -> Trajectory:
         """A trajectory without an environment: the prompt and one turn of the policy."""
-        asked = Trajectory.of_prompt(start.prompt.tokens, start.group, start.sample)
+        asked = Trajectory.of_prompt(start.prompt.asked, start.group, start.sample)
         own = start.own_sampling(self._sampling)
         request = self._fitting(Request(asked, start.seed, begun=start.begun, sampling=own))
         answered = self._already(place, request) or await self._turn(place, request)

@@ -29,6 +29,14 @@ class Prompt:
     sampling: Mapping[str, Any] | None = None  # the row's own settings of sampling
     template: Mapping[str, Any] | None = None  # variables for the chat template, if the row has its own
     number: int = 0  # its place in the data
+    whole: tuple[
+        int, ...
+    ] = ()  # all its tokens, where given completions take some of the last ones with them
+
+    @property
+    def asked(self) -> tuple[int, ...]:
+        """The tokens that completions are sampled after."""
+        return self.whole or self.tokens
 
     @property
     def facts(self) -> dict[str, Any]:

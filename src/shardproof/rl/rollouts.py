@@ -134,7 +134,7 @@ class Sampler:
             return
         requests = [
             Request(
-                Trajectory.of_prompt(s.prompt.tokens, s.group, s.sample),
+                Trajectory.of_prompt(s.prompt.asked, s.group, s.sample),
                 s.seed,
                 sampling=s.own_sampling(sampling),
             )

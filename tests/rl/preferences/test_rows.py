@@ -82,6 +82,8 @@ def compare_pairs(form: str) -> None:
     found = encoded("dpo", PAIRS[form], CHAT)
     for row, prompt in zip(expected, found, strict=True):
         assert list(prompt.tokens) == row["prompt_ids"]
+        # What is sampled for an evaluation follows the whole prompt, also where its end belongs to the completions.
+        assert list(prompt.asked) == make_tokenizer(CHAT)(prompt.text)["input_ids"]
         assert list(prompt.completion) == row["chosen_ids"] and list(prompt.rejected) == row["rejected_ids"]
 
 

@@ -132,7 +132,7 @@ def with_text(
     `asks` is the row's column whose text or messages are kept, for reward models that write them in their own way. Without
     `include_stop` a stop string that ended it is left out, too.
     """
-    said = trajectory.tokens[len(prompt.tokens) :]
+    said = trajectory.tokens[len(prompt.asked) :]
     with panics_as_errors():
         before = tokenizer.decode(said[:-1], skip_special_tokens=True)
         text = before if trajectory.has_stop_token else tokenizer.decode(said, skip_special_tokens=True)

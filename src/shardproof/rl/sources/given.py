@@ -224,7 +224,8 @@ def _encode_all(
         elif masks:
             trained = masks[0].mask
         rejected = fulls[1][length:] if len(fulls) > 1 else ()
-        found.append(Prompt(row, text, fulls[0][:length], fulls[0][length:], rejected, trained))
+        whole = prompt if length < len(prompt) else ()
+        found.append(Prompt(row, text, fulls[0][:length], fulls[0][length:], rejected, trained, whole=whole))
     if cut:
         logger.warning(
             "%d of %d rows: the tokens of the prompt are no beginning of those of prompt and completion, and the "

@@ -186,6 +186,7 @@ def _following(recipe: Recipe, prompt: Prompt, limits: Limits) -> int:
     """How many tokens may follow a prompt."""
     samples = recipe.reward is not None or recipe.environment is not None
     sampled = (prompt.sampling or {}).get("max_new_tokens", limits.max_new_tokens) if samples else 0
+    sampled += (len(prompt.asked) - len(prompt.tokens)) * samples
     return max(len(prompt.completion), len(prompt.rejected), sampled) + _after_text(recipe)
 
 
