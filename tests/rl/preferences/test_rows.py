@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -46,6 +47,11 @@ def said(role: str, content: str) -> dict[str, str]:
 
 USER, GOOD, BAD = said("user", "the weather?"), said("assistant", "it is fine"), said("assistant", "rain")
 TALK = [USER, GOOD, said("user", "and tomorrow?"), said("assistant", "it will rain")]
+# Templates that show what may be called.
+TOOLED, TOOLED_MARKED = (
+    f"{{% for t in tools or [] %}}{{{{ t.name }}}}\n{{% endfor %}}{each}" for each in (CHAT, MARKED)
+)
+TOOLS = [{"name": "weather"}, {"name": "answer"}]
 TEXTS = [
     {"prompt": "the weather in", "chosen": " Paris is fine", "rejected": " Rome"},
     {"prompt": "number ", "chosen": "123", "rejected": "321 answer"},
@@ -58,6 +64,10 @@ PAIRS = {
         {"chosen": "answer 1", "rejected": "answer 12"},
     ],
     "messages": [{"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]}],
+    "tools": [
+        {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD], "tools": TOOLS},
+        {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD], "tools": TOOLS[:1]},
+    ],
     "prompt implied in messages": [
         {"chosen": TALK, "rejected": [*TALK[:3], BAD]},
         {"chosen": [USER, GOOD], "rejected": [USER, BAD]},
@@ -78,8 +88,8 @@ def encoded(name: str, rows: list[dict[str, Any]], template: str, *overrides: st
 
 
 def compare_pairs(form: str) -> None:
-    expected = prepared("dpo", PAIRS[form], make_tokenizer(CHAT))
-    found = encoded("dpo", PAIRS[form], CHAT)
+    expected = prepared("dpo", PAIRS[form], make_tokenizer(TOOLED))
+    found = encoded("dpo", PAIRS[form], TOOLED)
     for row, prompt in zip(expected, found, strict=True):
         assert list(prompt.tokens) == row["prompt_ids"]
         # What is sampled for an evaluation follows the whole prompt, also where its end belongs to the completions.
@@ -119,15 +129,24 @@ def compare_sft(case: str) -> None:
         # Prompts that end with a token: ours are those that the model is later asked with, whatever follows them.
         texts = (("the weather in", " Paris is fine"), ("answer", " number 1"), ("to", " day</s>"))
         rows = [{"prompt": prompt, "completion": completion} for prompt, completion in texts]
+    plain_template = CHAT  # without marks the turns tell who wrote what
+    if "tools" in case:
+        called = {"type": "function", "function": {"name": "weather", "arguments": "{}"}}
+        calls = {"role": "assistant", "content": None, "tool_calls": [called]}
+        key = "messages" if case.startswith("conversation") else "completion"
+        rows = [{**row, "tools": json.dumps(TOOLS), key: [*row[key], calls]} for row in rows]
+        plain_template, template = TOOLED, TOOLED
     if "assistant" in case:
-        template, asked = MARKED, {"assistant_only_loss": True, "completion_only_loss": False}
+        template, asked = (
+            TOOLED_MARKED if "tools" in case else MARKED,
+            {"assistant_only_loss": True, "completion_only_loss": False},
+        )
         overrides.append("data.train_on=assistant")
     elif "all" in case:
         asked = {"completion_only_loss": False}
         overrides.append("data.train_on=all")
     tokenizer = make_tokenizer(template)
     expected = prepared("sft", rows, tokenizer, **asked)
-    plain_template = CHAT  # without marks the turns tell who wrote what
     for ours in {template, plain_template}:
         found = encoded("sft", rows, ours, *overrides)
         batch = completion_batch(found)
@@ -154,6 +173,8 @@ def compare_sft(case: str) -> None:
         "messages, assistant",
         "conversation, assistant",
         "conversation, all",
+        "conversation, assistant, tools",
+        "messages, completion, tools",
     ],
 )
 def test_supervised_rows_have_trls_tokens_masks_and_loss(case):
@@ -215,6 +236,12 @@ def test_settings_of_templates_that_would_change_nothing_are_refused(name):
         with pytest.raises(ConfigError) as caught:
             encoded(name, [row], CHAT, *more, *overrides)
         assert said_by_error in str(caught.value)
+
+
+@pytest.mark.parametrize("tools", ["[", "{}", 5, [5]])
+def test_tools_that_are_no_list_of_them_are_refused(tools):
+    with pytest.raises(ConfigError, match="row 1: column 'tools'"):
+        encoded("dpo", [{**PAIRS["messages"][0], "tools": tools}], TOOLED)
 
 
 def test_labels_and_margins_of_a_table_are_read_as_what_they_say(tmp_path):

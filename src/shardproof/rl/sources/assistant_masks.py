@@ -26,7 +26,11 @@ class Masked:
 
 
 def masked_conversation(
-    place: str, messages: Sequence[Message], tokenizer: Any, variables: Mapping[str, Any]
+    place: str,
+    messages: Sequence[Message],
+    tokenizer: Any,
+    variables: Mapping[str, Any],
+    tools: Sequence[Message] = (),
 ) -> Masked:
     """The conversation's tokens, and which of them the assistant wrote; raises if none is, or the template hides them."""
     template = getattr(tokenizer, "chat_template", None)
@@ -35,7 +39,7 @@ def masked_conversation(
         raise unusable(f"{place}: messages need a chat template, but the tokenizer has none.", fix)
     find = _marked if _MARK.search(str(template)) else _by_turns
     try:
-        found: Masked = call_all([partial(find, messages, tokenizer, variables)], [place])[0]
+        found: Masked = call_all([partial(find, messages, tokenizer, variables, tools)], [place])[0]
     except ShardproofError:
         raise
     except Exception as error:
@@ -45,26 +49,31 @@ def masked_conversation(
     return found
 
 
-def _marked(messages: Sequence[Message], tokenizer: Any, variables: Mapping[str, Any]) -> Masked:
+def _marked(
+    messages: Sequence[Message], tokenizer: Any, variables: Mapping[str, Any], tools: Sequence[Message]
+) -> Masked:
     with panics_as_errors():
         found = tokenizer.apply_chat_template(
             [dict(message) for message in messages],
             tokenize=True,
             return_dict=True,
             return_assistant_tokens_mask=True,
+            tools=list(tools) or None,
             **variables,
         )
     return Masked(tuple(found["input_ids"]), tuple(found["assistant_masks"]))
 
 
-def _by_turns(messages: Sequence[Message], tokenizer: Any, variables: Mapping[str, Any]) -> Masked:
+def _by_turns(
+    messages: Sequence[Message], tokenizer: Any, variables: Mapping[str, Any], tools: Sequence[Message]
+) -> Masked:
     """What the template writes for an assistant's message, after what it writes to have one begin."""
-    whole = render_chat(tokenizer, messages, prompt=False, variables=variables)
+    whole = render_chat(tokenizer, messages, tools, prompt=False, variables=variables)
     spans = []
     for at, message in enumerate(messages):
         if message.get("role") != "assistant":
             continue
-        end = render_chat(tokenizer, messages[: at + 1], prompt=False, variables=variables)
+        end = render_chat(tokenizer, messages[: at + 1], tools, prompt=False, variables=variables)
         start = ""
         if at:
             start = str(
@@ -72,6 +81,7 @@ def _by_turns(messages: Sequence[Message], tokenizer: Any, variables: Mapping[st
                     [dict(each) for each in messages[:at]],
                     tokenize=False,
                     add_generation_prompt=True,
+                    tools=list(tools) or None,
                     **variables,
                 )
             )

@@ -25,7 +25,7 @@ from shardproof.rl.sources.encoding import (
     encode_prompts,
     tokens_of,
 )
-from shardproof.rl.sources.rendering import Rendering
+from shardproof.rl.sources.rendering import Rendering, own_tools
 from shardproof.rl.sources.rows import Rows, require_column, require_prompt
 from shardproof.rl.sources.text_files import Row, unusable
 from shardproof.rl.templates import render_chat
@@ -107,7 +107,7 @@ def _require_completion(place: str, row: Row, column: str, key: str) -> None:
     if not isinstance(row[column], str | list) or not row[column]:
         found = type(row[column]).__name__ if row[column] else "nothing"
         raise unusable(f"{place}: column {column!r} holds {found}; expected a string.")
-    require_prompt(f"{place}: column {column!r}", row[column])
+    require_prompt(f"{place}: column {column!r}", row[column], may_call=True)
 
 
 def _encode_completions(recipe: Recipe, rows: Rows, tokenizer: Any, prompt_column: str) -> list[Prompt]:
@@ -247,7 +247,8 @@ def _through_template(
     texts = [render(place, row, whole, tokenizer, rendering, prompt=False) for whole in wholes]
     ids, *fulls = tokens_of(tokenizer, [text, *texts], add_special_tokens=False)
     if with_mask:
-        masks = [masked_conversation(place, wholes[0], tokenizer, rendering.variables_of(row))]
+        tools, variables = own_tools(place, row), rendering.variables_of(row)
+        masks = [masked_conversation(place, wholes[0], tokenizer, variables, tools)]
         fulls = [masks[0].tokens]
     return text, ids, fulls, masks
 
@@ -266,7 +267,8 @@ def render(
     if not getattr(tokenizer, "chat_template", None):
         fix = "give prompts and completions as strings, or use a tokenizer with a chat template"
         raise unusable(f"{place}: messages need a chat template, but the tokenizer has none.", fix)
-    call = partial(render_chat, tokenizer, messages, prompt=prompt, variables=rendering.variables_of(row))
+    tools, variables = own_tools(place, row), rendering.variables_of(row)
+    call = partial(render_chat, tokenizer, messages, tools, prompt=prompt, variables=variables)
     try:
         return call_all([call], [place])[0]
     except Exception as error:
@@ -281,11 +283,12 @@ def _encode_whole(recipe: Recipe, rows: Rows, tokenizer: Any) -> list[Prompt]:
     for place, row in zip(rows.places, rows, strict=True):
         require_column(place, row, data.messages_column, "data.messages_column")
         where = f"{place}: column {data.messages_column!r}"
-        require_prompt(where, row[data.messages_column])
+        require_prompt(where, row[data.messages_column], may_call=True)
         if isinstance(row[data.messages_column], str):
             raise unusable(f"{where} holds text; expected a list of messages.")
         messages = _with_system(place, row[data.messages_column], rendering)
-        masked = masked_conversation(place, messages, tokenizer, rendering.variables_of(row))
+        tools = own_tools(place, row)
+        masked = masked_conversation(place, messages, tokenizer, rendering.variables_of(row), tools)
         start = max(masked.mask.index(1), 1)
         trained = masked.mask if data.train_on == "assistant" else (1,) * len(masked.tokens)
         text = str(tokenizer.decode(masked.tokens[:start]))

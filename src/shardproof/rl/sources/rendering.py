@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from shardproof.rl.sources.text_files import Row, unusable
 
 Message = Mapping[str, Any]
 TEMPLATE_COLUMN = "chat_template_kwargs"  # of a row's own variables for the chat template
+TOOLS_COLUMN = "tools"  # of what a given conversation may call, as the chat template shows it
 # What decides the form of what comes back, which the run decides itself.
 _OURS = frozenset(
     {
@@ -63,6 +65,22 @@ class Rendering:
 def own_variables(row: Row) -> dict[str, Any]:
     """A row's own variables for the chat template."""
     return without_nulls(row.get(TEMPLATE_COLUMN) or {})
+
+
+def own_tools(place: str, row: Row) -> list[dict[str, Any]]:
+    """What a row's given conversation may call: a list of descriptions, also as JSON text; raises for anything else."""
+    tools = row.get(TOOLS_COLUMN)
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools) if tools.strip() else None
+        except ValueError as error:
+            raise unusable(f"{place}: column {TOOLS_COLUMN!r} is not valid JSON: {error}.") from error
+    if tools is None:
+        return []
+    if not isinstance(tools, list) or not all(isinstance(each, dict) for each in tools):
+        message = f"{place}: column {TOOLS_COLUMN!r} holds {str(tools)[:40]!r}; expected a list of tools."
+        raise unusable(message, "write each as an object with a JSON schema, or leave the column out")
+    return [without_nulls(each) for each in tools]
 
 
 def check_variables(names: Sequence[str], tokenizer: Any, where: str) -> None:
