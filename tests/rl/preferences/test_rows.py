@@ -330,6 +330,28 @@ def test_nothing_is_cut_off_unless_the_recipe_says_so(caplog):
     assert [p.text for p in kept] == ["short"] and sum(dropped.values()) == 4
 
 
+def compare_cut(train_on: str) -> None:
+    rows: list[dict[str, Any]] = [
+        {"prompt": TALK[:3], "completion": TALK[3:]},
+        {"prompt": [USER], "completion": [BAD]},
+    ]
+    asked = {"completion_only_loss": train_on == "completion", "assistant_only_loss": train_on == "assistant"}
+    prompts = encoded("sft", rows, MARKED, f"data.train_on={train_on}")
+    for limit in (8, 14, 19, 24, 30):
+        recipe = recipe_of("sft", f"data.max_length={limit}", "data.on_max_length=truncate")
+        batch = completion_batch(limited(recipe, prompts)[0])
+        theirs = prepared("sft", rows, make_tokenizer(MARKED), max_length=limit, **asked)
+        assert batch.sequences == [row["input_ids"] for row in theirs], limit
+        labels = [[int(label != -100) for label in row["labels"][1:]] for row in theirs]
+        assert [mask.int().tolist() for mask in batch.columns["mask"]] == labels
+
+
+@pytest.mark.parametrize("train_on", ["completion", "assistant", "all"])
+def test_rows_to_imitate_are_cut_as_trl_cuts_them(train_on):
+    """Also within the prompt, if there is something to learn before."""
+    run_ranks(1, compare_cut, train_on)
+
+
 @pytest.mark.parametrize(
     ("overrides", "said_by_error"),
     [

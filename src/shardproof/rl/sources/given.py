@@ -336,10 +336,21 @@ def _are_equal(prompt: Prompt) -> bool:
 
 def _cut(prompt: Prompt, limit: int) -> Prompt | None:
     """The prompt without what lies beyond `limit` tokens; None if nothing to learn is left."""
+    if prompt.trained:
+        return _cut_anywhere(prompt, limit)
     room = limit - len(prompt.tokens)
-    trained = prompt.trained[:limit]
-    if room < 1 or (trained and not any(trained[1:])):
+    if room < 1:
         return None
-    return replace(
-        prompt, completion=prompt.completion[:room], rejected=prompt.rejected[:room], trained=trained
-    )
+    return replace(prompt, completion=prompt.completion[:room], rejected=prompt.rejected[:room])
+
+
+def _cut_anywhere(prompt: Prompt, limit: int) -> Prompt | None:
+    """Of a prompt in which tokens are learned, too: what may be left is its beginning."""
+    trained = prompt.trained[:limit]
+    if not any(trained[1:]):
+        return None
+    every = (*prompt.tokens, *prompt.completion)[:limit]
+    start, whole = len(prompt.tokens), prompt.whole
+    if start >= limit:
+        start, whole = limit - 1, prompt.asked
+    return replace(prompt, tokens=every[:start], completion=every[start:], trained=trained, whole=whole)
