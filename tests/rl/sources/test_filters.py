@@ -117,12 +117,23 @@ def test_rows_that_nothing_judged_are_left_out_instead_of_asked_for_again(tmp_pa
     [
         ({"key": "a"}, "rates.jsonl:2 is no pass rate"),
         ({"key": "a", "pass_rate": 1.5}, "the pass rate 1.5 is not between"),
+        ({"key": "a", "pass_rate": 10**400}, "is not between"),
+        ({"key": "a", "pass_rate": 0.5, "samples": "8"}, "rates.jsonl:2: 'samples' is no number"),
+        ({"key": "a", "pass_rate": 0.5, "samples": 10**400}, "rates.jsonl:2: 'samples' is no number"),
     ],
 )
 def test_a_file_that_holds_no_pass_rates_is_refused_by_line(tmp_path, line, said):
     path = write_rows(tmp_path / "rates.jsonl", [{"key": "b", "pass_rate": 1}, line])
     with pytest.raises(ConfigError, match=said):
         read_rates(str(path))
+
+
+def test_rows_that_are_alike_share_the_pass_rate_of_all_their_samples(tmp_path):
+    """Only the last line of a prompt was read, so that the same prompt could be easy or hard by chance."""
+    _, inputs = read(tmp_path, rows=[*SUMS[:2], SUMS[0], SUMS[0], SUMS[1]])
+    path = tmp_path / "rates.jsonl"
+    write_rates(path, inputs.prompts, {0: (4, 4), 1: (0, 0), 2: (0, 0), 3: (2, 8), 4: (0, 0)})
+    assert read_rates(str(path)) == {key_of(inputs.prompts[0]): 0.5, key_of(inputs.prompts[1]): None}
 
 
 def test_weights_without_rows_take_no_part(tmp_path):

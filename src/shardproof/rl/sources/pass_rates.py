@@ -14,6 +14,7 @@ from shardproof.rl.data import Prompt, rows_digest
 from shardproof.rl.sources.readers import read_rows
 from shardproof.rl.sources.text_files import unusable
 
+_MAX_SAMPLES = 2**40
 _MEASURE = "measure them with `shardproof data RECIPE --measure N`"
 
 
@@ -41,16 +42,28 @@ def write_rates(path: Path, prompts: Sequence[Prompt], counts: Mapping[int, tupl
 
 
 def read_rates(path: str) -> dict[str, float | None]:
-    """{key: pass rate, None if nothing judged the prompt} of a file; raises C005 with the line that is no pass rate."""
-    found: dict[str, float | None] = {}
+    """{key: pass rate, None if nothing judged the prompt} of a file; raises C005 with the line that is no pass rate.
+
+    Rows that are alike have a line each: their pass rate is that of all samples together.
+    """
+    found: dict[str, list[tuple[float, float]]] = {}  # {key: [(pass rate, samples)]}
     for place, row in read_rows(path):
         rate = row.get("pass_rate", "")
         if not isinstance(row.get("key"), str) or isinstance(rate, bool | str):
             raise unusable(f"{place} is not a pass rate: it needs a 'key' and a 'pass_rate'.", _MEASURE)
         if rate is not None and not (isinstance(rate, int | float) and 0.0 <= rate <= 1.0):
             raise unusable(f"{place}: the pass rate {rate} is not between 0 and 1.", _MEASURE)
-        found[row["key"]] = None if rate is None else float(rate)
-    return found
+        num = row.get("samples", 1)
+        if isinstance(num, bool) or not isinstance(num, int) or not 0 <= num <= _MAX_SAMPLES:
+            raise unusable(f"{place}: 'samples' is no number of completions.", _MEASURE)
+        found.setdefault(row["key"], []).extend([] if rate is None else [(float(rate), max(num, 1))])
+    return {key: _together(each) for key, each in found.items()}
+
+
+def _together(measured: Sequence[tuple[float, float]]) -> float | None:
+    if len(measured) < 2:
+        return measured[0][0] if measured else None  # as it was written, to the last bit
+    return sum(rate * num for rate, num in measured) / sum(num for _, num in measured)
 
 
 def select(
