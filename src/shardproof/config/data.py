@@ -29,6 +29,16 @@ class Source(Section):
     answer_column: str | None = None
     """Column with the expected answer. By default `data.answer_column`."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _names_its_answers(cls, data: Any) -> Any:
+        if isinstance(data, dict) and data.get("answer_column") == "none":
+            raise ValueError(
+                "answer_column='none' of one source would mean that of all: set data.answer_column='none', and name the "
+                "column of each source that has answers"
+            )
+        return data
+
 
 class Curriculum(Section):
     """Prompts by how often the policy solves them: pools from which a step's prompts are drawn."""
@@ -135,6 +145,9 @@ def _problem_of(data: Data) -> str | None:
         if not data.train:
             return "train is an empty list: name at least one source"
         names = [each.name for each in data.sources]
+        odd = [name for name in names if not name.isprintable()]
+        if odd:
+            return f"a source of train is called {odd[0]!r}, which metrics cannot show: give it a name"
         twice = [name for name in names if names.count(name) > 1]
         if twice:
             return f"two sources of train are called {twice[0]!r}: give each a name of its own"

@@ -136,6 +136,20 @@ def test_rows_that_are_alike_share_the_pass_rate_of_all_their_samples(tmp_path):
     assert read_rates(str(path)) == {key_of(inputs.prompts[0]): 0.5, key_of(inputs.prompts[1]): None}
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ('answer_column = "none"', "would mean that of all"),
+        ('answer_column = ""', "has no column '' (data.answer_column)"),
+        ('prompt_column = ""', "has no column '' (data.prompt_column)"),
+        ('name = "a\\nb"', "which metrics cannot show"),
+        ('name = "\\u202e"', "which metrics cannot show"),
+    ],
+)
+def test_what_a_source_says_of_itself_is_not_passed_over(tmp_path, changes, said):
+    assert said in refused(tmp_path, f'data.train=[{{source = "{tmp_path}/sums.jsonl", {changes}}}]')
+
+
 def test_weights_without_rows_take_no_part(tmp_path):
     write_rows(tmp_path / "long.jsonl", [{"prompt": "1234+1234=", "answer": "2468"}])
     sources = [{"source": str(tmp_path / name), "weight": 1.0} for name in ("sums.jsonl", "long.jsonl")]

@@ -71,8 +71,8 @@ def read_training(recipe: Recipe, environment: EnvironmentPool | None) -> Readin
         own_column = each.prompt_column not in (None, data.prompt_column)
         columns = _columns(
             recipe,
-            prompt=each.prompt_column or data.prompt_column,
-            answer=each.answer_column or data.answer_column,
+            prompt=data.prompt_column if each.prompt_column is None else each.prompt_column,
+            answer=data.answer_column if each.answer_column is None else each.answer_column,
             prompt_under=data.prompt_column if own_column else None,
             source=each.name,
             environment=environment,
