@@ -180,6 +180,17 @@ class _Words:
         return {"input_ids": [*([7] if add_special_tokens else []), *range(1, 1 + len(text.split()))]}
 
 
+@dataclass
+class _Beginning:
+    """A tokenizer for which every text is the same tokens."""
+
+    bos_token_id: int | None
+    eos_token_id: int = 99
+
+    def __call__(self, text: str) -> dict[str, list[int]]:
+        return {"input_ids": [1, 1, 2]}
+
+
 def judge(tokenizer: Any, **settings: Any) -> LoadedRewardModel:
     config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(max_position_embeddings=20))
     model: Any = SimpleNamespace(model=SimpleNamespace(config=config))
@@ -204,6 +215,9 @@ def test_plain_text_is_the_policys_prompt_with_the_end_of_a_sequence() -> None:
     words = _Words()
     assert judge(words, format="text").texts([said(" 3")]) == [[7, *range(1, 8), 99]]
     assert words.written == ["<policy's own> 1 + 2 = 3"]
+    # A beginning that the policy's template has written is not repeated.
+    for begin, expected in ((1, [1, 2, 99]), (None, [1, 1, 2, 99]), (7, [1, 1, 2, 99])):
+        assert judge(_Beginning(begin), format="text").texts([said("3")]) == [expected]
 
 
 def test_texts_have_room_for_the_token_that_follows_them() -> None:

@@ -69,6 +69,12 @@ class LoadedRewardModel:
     def _tokens(self, trajectory: Trajectory) -> list[int]:
         if self.settings.format == "text":
             tokens = list(self.tokenizer(trajectory.facts["prompt"] + trajectory.text)["input_ids"])
+            begin = getattr(self.tokenizer, "bos_token_id", None)
+            if begin is not None and tokens[:2] == [
+                begin,
+                begin,
+            ]:  # the policy's template has written it already
+                del tokens[0]
             end = self.tokenizer.eos_token_id  # as texts end that reward models are trained on
             return tokens if end is None or tokens[-1:] == [end] else [*tokens, end]
         if ASKED not in trajectory.facts:
