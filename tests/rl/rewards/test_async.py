@@ -314,6 +314,8 @@ def test_a_compute_score_of_verl_is_used_unchanged():
         ),
         (RewardSpec("numeric", signature="batch"), "signature='batch' is for your own functions"),
         (RewardSpec("numeric", batch_size=2), "batch_size is for your own functions"),
+        (RewardSpec("numeric", concurrency=2), "concurrency is for async functions"),
+        (spec("plain", concurrency=2), "concurrency is for async functions"),
     ],
 )
 def test_what_cannot_be_called_that_way_is_refused_at_the_start(given, said):

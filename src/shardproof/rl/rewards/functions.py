@@ -54,11 +54,16 @@ def find_reward(spec: RewardSpec | str, around: Surroundings | None = None) -> F
     """The function that a recipe's entry stands for, ready to be called. C001 if there is none, or not with its options."""
     spec, around = RewardSpec(spec) if isinstance(spec, str) else spec, around or Surroundings()
     if is_user_name(spec.name) and not spec.name.startswith("regex("):
-        return Function(_users_function(spec), spec, around)
-    if spec.signature != "sample" or spec.batch_size is not None:
+        found = Function(_users_function(spec), spec, around)
+    elif spec.signature != "sample" or spec.batch_size is not None:
         key = "batch_size" if spec.signature == "sample" else f"signature={spec.signature!r}"
         raise unknown_reward(f"reward {spec.name!r}: {key} is for your own functions.", "remove the key")
-    return Function(_built_in(spec, around), replace(spec, options={}), around)
+    else:
+        found = Function(_built_in(spec, around), replace(spec, options={}), around)
+    if spec.concurrency is not None and not found.is_async:
+        message = f"reward {spec.name!r}: concurrency is for async functions, and this one is none."
+        raise unknown_reward(message, "remove the key, and set reward.num_workers")
+    return found
 
 
 def row_check(spec: RewardSpec | str) -> RowCheck | None:
