@@ -173,8 +173,9 @@ def main():
     sys.argv[:] = ["<code>"]
     sys.path += plan["path"]
     for stream in (sys.stdout, sys.stderr):
-        # Line by line: in the order in which it was printed, and there even if the code is stopped.
-        stream.reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)
+        # Line by line: in the order in which it was printed, and there even if the code is stopped. Not of a script,
+        # whose output alone is kept: a system call for each line would take longer than what it computes.
+        stream.reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=script is None)
     if script is None:
         run(plan["code"])
     else:

@@ -63,6 +63,12 @@ def test_tests_that_are_code_run_behind_the_program_each_on_its_own():
     assert scored(tests, *map(fenced, programs)) == pytest.approx([2 / 3, 2 / 3, 2 / 3, 0, 0, 0])
 
 
+def test_a_long_output_is_compared_to_its_end():
+    tests = [{"input": "200000", "output": "1234567\n" * 200_000}]  # 1.6 MB
+    program = "n = int(input())\nfor k in range({}):\n    print(1234567)"
+    assert scored(tests, *[fenced(program.format(n)) for n in ("n", "n - 1")]) == [1.0, 0.0]
+
+
 def test_no_end_of_a_program_makes_its_test_a_part_of_it():
     test = "def check(candidate):\n    assert candidate(1) == 2"
     swallows = "def f(x):\n    return 0\nasync \\"  # and what is never awaited holds

@@ -22,7 +22,7 @@ from shardproof.rl.rewards.specs import Surroundings
 
 _BLOCK = re.compile(r"^[ \t]*```([^\n`]*)\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
 _LANGUAGES = ("python", "py", "python3")
-_OUTPUT_CHARS = 250_000
+_OUTPUT_CHARS = 2**22  # of up to four bytes: all that the sandbox lets a program print
 _SLACK_S = 30.0  # for a busy machine to end the last test
 # The entry's concurrency is the limit: what waited for the sandbox would have lost of its time.
 _AT_ONCE = 4096
