@@ -63,7 +63,8 @@ class Script:
 
     stdin: bytes = b""
     module: str = "__main__"  # its `__name__`
-    behind: str = ""  # code that runs in the same module once the script has ended by itself
+    before: str = ""  # code that runs in the same module first
+    behind: str = ""  # and once the script has ended by itself
 
 
 @dataclass(frozen=True)
@@ -225,7 +226,9 @@ class Sandbox:
                 "own": sandbox_rules.OWN_PROCESS.to_bytes(4, "little"),
                 "path": _packages(),
                 "code": code,
-                "script": None if script is None else (script.stdin, script.module, script.behind),
+                "script": None
+                if script is None
+                else (script.stdin, script.module, script.before, script.behind),
             }
         )
 

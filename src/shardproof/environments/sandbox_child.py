@@ -86,11 +86,11 @@ def _restrict_calls(plan):
     _checked("seccomp", _libc.prctl(_PR_SET_SECCOMP, 2, ctypes.byref(described), 0, 0))
 
 
-def run(source, name="__main__", behind=None):
+def run(source, name="__main__", before="", behind=None):
     """Run the code, and print the value of its last line if that is an expression, as a notebook does.
 
-    With `behind`, which may be empty, it is a script, whose values are not printed. What is behind it is compiled by
-    itself: no end of the code, such as a line that goes on, makes a part of the one what the other says.
+    With `behind`, which may be empty, it is a script, whose values are not printed. What runs before and behind it is
+    compiled by itself: no end of the code, such as a line that goes on, makes a part of the one what the other says.
     """
     import _ast
 
@@ -101,6 +101,8 @@ def run(source, name="__main__", behind=None):
         tree = compile(source, "<code>", "exec", _ONLY_TREE, dont_inherit=True)
         has_value = behind is None and tree.body and isinstance(tree.body[-1], _ast.Expr)
         last = tree.body.pop() if has_value else None
+        if before:
+            exec(compile(before, "<before>", "exec", dont_inherit=True), main.__dict__)
         exec(compile(tree, "<code>", "exec", dont_inherit=True), main.__dict__)
         if behind:
             exec(compile(behind, "<behind>", "exec", dont_inherit=True), main.__dict__)
@@ -179,7 +181,7 @@ def main():
     if script is None:
         run(plan["code"])
     else:
-        run(plan["code"], script[1], script[2])
+        run(plan["code"], *script[1:])
 
 
 if __name__ == "__main__":

@@ -86,6 +86,14 @@ def test_a_function_is_called_by_name_alone_or_of_a_class():
     assert scored(tests, fenced(plain), fenced(method), fenced("add = max")) == [1.0, 1.0, 0.0]
 
 
+def test_a_prelude_runs_before_the_program():
+    program = fenced("from __future__ import annotations\nSeen = List[int]\ndef add(a, b):\n    return a + b")
+    tests = {"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]}
+    assert scored(tests, program) == [0.0]
+    assert scored(tests, program, prelude="from typing import *") == [1.0]
+    assert scored([{"input": "", "output": "2"}], fenced("print(two)"), prelude="two = 2") == [1.0]
+
+
 def test_what_a_function_should_return_is_not_in_its_process():
     tests = {"fn_name": "f", "inputs": [[1]], "outputs": [{"a": [2, None]}]}
     right = "def f(x):\n    return {'a': (x + 1, None)}"

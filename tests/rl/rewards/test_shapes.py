@@ -139,6 +139,8 @@ def test_repetition_of_words():
         ("repetition", {"max_penalty": 1.0}, "max_penalty=1.0 is not a number from -1e+06 to 0"),
         ("repetition", {"ngram_size": 0}, "ngram_size=0"),
         ("code", {"score": "most"}, "score='most' is not one of share, all"),
+        ("code", {"prelude": "import"}, "prelude is not Python"),
+        ("code", {"prelude": 1}, "prelude=1 is not text"),
         ("judge", {"model": "m"}, "is not the address of a server"),
         ("judge", {"url": "http://localhost/v1"}, "model is missing"),
         ("judge", {"url": "http://localhost/v1", "model": "m", "prompt": "?"}, "prompt has no {completion}"),

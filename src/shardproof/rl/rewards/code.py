@@ -17,7 +17,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from shardproof.environments.sandbox import Limits, Sandbox, Script
 from shardproof.rl.rewards.calling import Measured
-from shardproof.rl.rewards.options import number, one_of
+from shardproof.rl.rewards.options import number, one_of, text
 from shardproof.rl.rewards.specs import Surroundings
 
 _BLOCK = re.compile(r"^[ \t]*```([^\n`]*)\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
@@ -60,6 +60,7 @@ class Code:
     total_s: float = 60.0
     memory_mb: int = 512
     max_tests: int | None = None
+    prelude: str = ""  # code that runs before the program, such as "from typing import *"
     _sandbox: list[Sandbox] = field(default_factory=list, init=False, repr=False, compare=False)
     concurrency: ClassVar[None] = None  # as many at once as the recipe has workers
 
@@ -67,6 +68,11 @@ class Code:
         one_of("score", self.score, ("share", "all"))
         if not isinstance(self.column, str) or not isinstance(self.fenced, bool):
             raise ValueError("column is text, and fenced is true or false")
+        text("prelude", self.prelude)
+        try:
+            compile(self.prelude, "<prelude>", "exec")
+        except SyntaxError as error:
+            raise ValueError(f"prelude is not Python: {error}") from error
         number("timeout_s", self.timeout_s, 0.01, 86400)
         number("total_s", self.total_s, 0.01, 86400)
         number("memory_mb", self.memory_mb, 16, 2**20, whole=True)
@@ -113,13 +119,15 @@ class Code:
         """Whether the program passes; None if it ran out of time."""
         (sandbox,) = self._sandbox[:1]
         if case.code is None:
-            ran = await sandbox.run(program, Script(case.given.encode(errors="replace")))
+            script = Script(case.given.encode(errors="replace"), before=self.prelude)
+            ran = await sandbox.run(program, script)
             said = ran.output.decode("utf-8", "replace")
             good = ran.status == 0 and not ran.left_out and _lines(said) == _lines(case.expected)
         else:
             word = secrets.token_hex(16)
             end = _END.format(word=word, said="_said" if case.is_call else "''")
-            ran = await sandbox.run(program, Script(module="program", behind=f"{case.code}\n{end}"))
+            script = Script(module="program", before=self.prelude, behind=f"{case.code}\n{end}")
+            ran = await sandbox.run(program, script)
             _, mark, said = ran.output.decode("utf-8", "replace").rpartition(f"\n{word}\n")
             good = ran.status == 0 and bool(mark)
             good = good and (_is_returned(said, case.returns) if case.is_call else not said)
