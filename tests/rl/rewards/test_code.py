@@ -187,6 +187,13 @@ def test_rows_as_other_data_sets_have_them():
     ):
         assert row_problem("code", {"tests": tests}) is None
     assert row_problem(RewardSpec("code", options={"column": "checks"}), {"checks": "assert True"}) is None
+    # As verl's are.
+    inner = RewardSpec("code", options={"column": "reward_model.ground_truth"})
+    assert (
+        row_problem(inner, {"reward_model": {"ground_truth": '{"inputs": ["1"], "outputs": ["2"]}'}}) is None
+    )
+    for row in ({}, {"reward_model": "text"}, {"reward_model": {}}):
+        assert "has no 'reward_model.ground_truth'" in row_problem(inner, row)
 
 
 def test_a_machine_that_cannot_limit_code_is_named_before_the_first_step(monkeypatch):

@@ -150,9 +150,11 @@ def cases_of(row: dict[str, Any], column: str) -> list[Case]:
     They are code, or a list of pieces of code; a list of {"input", "output"}; or {"inputs": [...], "outputs": [...]},
     with "fn_name" if a function is to be called. All this also as JSON in text, or under "test_cases".
     """
-    if column not in row:
-        raise ValueError(f"the row has no {column!r}")
-    found = row[column]
+    found: Any = row
+    for key in [column] if column in row else column.split("."):
+        if not isinstance(found, dict) or key not in found:
+            raise ValueError(f"the row has no {column!r}")
+        found = found[key]
     if isinstance(found, str) and found.lstrip()[:1] in ("{", "["):
         try:
             found = json.loads(found)
