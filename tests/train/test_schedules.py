@@ -36,8 +36,8 @@ def rates(make):
     return found
 
 
-def ours(kind, **options):
-    return rates(lambda optimizer: sp.make_schedule(optimizer, kind, total_steps=TOTAL, **options))
+def ours(kind, total_steps=TOTAL, **options):
+    return rates(lambda optimizer: sp.make_schedule(optimizer, kind, total_steps=total_steps, **options))
 
 
 @pytest.mark.parametrize("name", PAIRS)
@@ -62,6 +62,14 @@ def test_a_ratio_is_that_many_steps_rounded_up():
     assert ours("wsd", decay_ratio=0.2, warmup_ratio=0.1) == ours("wsd", decay_steps=5, warmup_steps=3)
     assert ours("wsd", decay_ratio=1.0, decay_shape="linear") == ours("linear")
     assert ours("wsd", decay_ratio=0.0)[:-1] == [2.0] * TOTAL
+
+
+def test_ratios_that_make_a_whole_fit_whatever_their_number_of_updates():
+    for total in range(1, 40):
+        for rise in (0.1, 0.25, 0.5, 0.7):
+            schedule = {"warmup_ratio": rise, "decay_ratio": 1.0 - rise, "total_steps": total}
+            found = ours("wsd", decay_shape="linear", **schedule)
+            assert found[: total + 1] == ours("linear", warmup_ratio=rise, total_steps=total)[: total + 1]
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
-
 from shardproof.config.algorithms import PER_COMPLETION, SPECS, AlgorithmSpec, compares_group
 from shardproof.config.dynamics_problems import dynamics_problem
 from shardproof.config.evaluation_sets import evaluation_problem, held_out_sets, named_sources
 from shardproof.config.given_sets import given_problem
 from shardproof.config.judges import judge_problem
+from shardproof.config.optimizer import phases
 from shardproof.config.reward_problems import reward_problem
 from shardproof.config.sections import Sections
 
@@ -261,8 +260,8 @@ def _schedule(recipe: Sections) -> str | None:
     """Rates that stay and then fall need as many updates as they rise and fall for."""
     optimizer = recipe.optimizer
     for total in (recipe.policy_updates, recipe.critic_updates) if optimizer.schedule == "wsd" else ():
-        warmup = optimizer.warmup_steps or math.ceil(total * optimizer.warmup_ratio)
-        decay = optimizer.decay_steps or math.ceil(total * (optimizer.decay_ratio or 0.0))
+        rise = optimizer.warmup_steps, optimizer.warmup_ratio
+        warmup, decay = phases(total, *rise, optimizer.decay_steps, optimizer.decay_ratio)
         if warmup + decay > total:
             return (
                 f"optimizer.schedule='wsd': a warm-up of {warmup} and a decay of {decay} updates do not fit into {total}, "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
@@ -23,6 +24,21 @@ from shardproof.user_code import is_user_name
 OPTIMIZERS = ("adamw", "adamw_8bit", "muon")
 _OPTIMIZER_KEYS = ("name", "lr", "weight_decay", "betas")  # that every optimizer is given
 _WSD_KEYS = ("decay_steps", "decay_ratio", "decay_shape")
+
+
+def phases(
+    total: int, warmup_steps: int, warmup_ratio: float, decay_steps: int | None, decay_ratio: float | None
+) -> tuple[int, int]:
+    """(updates in which the rate rises, updates at the end in which it falls) of so many; ratios are rounded up.
+
+    Where two ratios make a whole, no update counts twice.
+    """
+    warmup = warmup_steps or math.ceil(total * warmup_ratio)
+    if decay_steps is not None or decay_ratio is None:
+        return warmup, decay_steps or 0
+    decay = math.ceil(total * decay_ratio)
+    whole = warmup_ratio > 0 and warmup_ratio + decay_ratio <= 1.0
+    return warmup, min(decay, total - warmup) if whole else decay
 
 
 class Optimizer(Section):

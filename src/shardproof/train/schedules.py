@@ -9,6 +9,7 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 from shardproof.bounds import require_number
+from shardproof.config.optimizer import phases
 from shardproof.errors import choose, fail
 
 SCHEDULES = ("constant", "linear", "cosine", "wsd")
@@ -49,14 +50,21 @@ def make_schedule(
     if (kind != "constant" or warmup_ratio) and not total_steps:
         what = f"kind={kind!r}" if kind != "constant" else f"warmup_ratio={warmup_ratio}"
         raise fail("C001", "schedule", f"{what} needs total_steps.")
-    if warmup_ratio:
-        if warmup_steps:
-            message = f"warmup_steps={warmup_steps} and warmup_ratio={warmup_ratio} exclude each other."
-            raise fail("C001", "schedule", message, fix="give one of the two")
-        warmup_steps = math.ceil((total_steps or 0) * warmup_ratio)
-    decay = _decay_steps(kind, decay_steps, decay_ratio, warmup_steps, total_steps or 0)
+    if warmup_ratio and warmup_steps:
+        message = f"warmup_steps={warmup_steps} and warmup_ratio={warmup_ratio} exclude each other."
+        raise fail("C001", "schedule", message, fix="give one of the two")
+    _check_decay(kind, decay_steps, decay_ratio)
+    total = total_steps or 0
+    warmup_steps, decay = phases(total, warmup_steps, warmup_ratio, decay_steps, decay_ratio)
+    if kind != "wsd":
+        decay = total - warmup_steps
+    elif warmup_steps + decay > total:
+        message = (
+            f"kind='wsd': a warm-up of {warmup_steps} and a decay of {decay} updates do not fit into {total}."
+        )
+        raise fail("C001", "schedule", message, fix="shorten one of them, or train for more steps")
     shape = _SHAPES[decay_shape if kind == "wsd" else "linear" if kind == "constant" else kind]
-    begin = 0 if kind == "constant" else max(warmup_steps, (total_steps or 0) - decay)
+    begin = 0 if kind == "constant" else max(warmup_steps, total - decay)
     lowest = final_ratio if kind == "wsd" and warmup_from_zero else 0.0  # where a warm-up from zero begins
 
     def ratio(step: int) -> float:
@@ -71,21 +79,16 @@ def make_schedule(
     return LambdaLR(optimizer, ratio)
 
 
-def _decay_steps(kind: str, steps: int | None, ratio: float | None, warmup: int, total: int) -> int:
-    """The number of updates at the end in which the rate falls."""
+def _check_decay(kind: str, steps: int | None, ratio: float | None) -> None:
+    """Raise unless the decay is given once where it is to be, and nowhere else."""
     if kind != "wsd":
         for key, value in (("decay_steps", steps), ("decay_ratio", ratio)):
             if value is not None:
                 raise fail("C001", "schedule", f"{key}={value} is only for kind='wsd', not for {kind!r}.")
-        return total - warmup
+        return
     if (steps is None) == (ratio is None):
         raise fail("C001", "schedule", "kind='wsd' needs one of decay_steps and decay_ratio.")
+    if steps is not None:
+        require_number("schedule", "decay_steps", steps, at_least=0)
     if ratio is not None:
         require_number("schedule", "decay_ratio", ratio, at_least=0, at_most=1)
-        steps = math.ceil(total * ratio)
-    assert steps is not None
-    require_number("schedule", "decay_steps", steps, at_least=0)
-    if warmup + steps > total:
-        message = f"kind='wsd': a warm-up of {warmup} and a decay of {steps} updates do not fit into {total}."
-        raise fail("C001", "schedule", message, fix="shorten one of them, or train for more steps")
-    return steps
