@@ -82,6 +82,14 @@ def test_a_number_that_is_an_unknown_variable_is_refused_by_name(tmp_path, monke
         )
 
 
+def test_the_setting_that_is_at_fault_is_named_and_not_the_one_that_was_looked_at_last(tmp_path, monkeypatch):
+    monkeypatch.delenv("NOWHERE", raising=False)
+    known = "algorithm.adv_estimator=grpo actor_rollout_ref.actor.ulysses_sequence_parallel_size=4"
+    for key, value in (("trainer.n_gpus_per_node", "$NOWHERE"), ("trainer.n_gpus_per_node", "many")):
+        with pytest.raises(ConfigError, match=f"{key}='.?{value[1:]}' is no value that verl takes"):
+            imported(tmp_path, f"python main {known} {key}={value} trainer.save_freq=$NOWHERE/5", name="a.sh")
+
+
 def test_references_count_from_their_section(tmp_path):
     path = tmp_path / "config.yaml"
     path.write_text("""

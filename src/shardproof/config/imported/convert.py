@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +19,13 @@ _TITLES = {"trl": "TRL", "verl": "verl", "skyrl": "SkyRL"}
 _OF_VERL = ("actor_rollout_ref.", "algorithm.")
 _OF_SKYRL = ("generator.", "trainer.policy.", "trainer.placement.", "trainer.algorithm.", "environment.env_")
 
+_REFUSED = (
+    ValueError,
+    TypeError,
+    AttributeError,
+    KeyError,
+    ArithmeticError,
+)  # what a value of another kind raises
 _UNKNOWN = re.compile(r"\$\{[^}]*\}?|\$\((?:\.{3}\))?|\$\w+|\$@")
 
 
@@ -75,12 +82,10 @@ def import_config(
 
     try:
         draft = translate(foreign)
-    except (ValueError, TypeError, AttributeError, KeyError, ArithmeticError) as error:
-        found = f"{foreign.last}={foreign.values.get(foreign.last)!r}"
-        message = f"{path.name}: {found} is no value that {_TITLES[library]} takes there ({error})."
-        raise fail(
-            "C001", "config", message, fix=f"correct it, or add {foreign.last}=VALUE to the command"
-        ) from error
+    except _REFUSED as error:
+        key, why = _culprit(foreign, translate, error)
+        message = f"{path.name}: {key}={foreign.values.get(key)!r} is no value that {_TITLES[library]} takes there ({why})."
+        raise fail("C001", "config", message, fix=f"correct it, or add {key}=VALUE to the command") from error
     _ask_for_unknown(draft)
     draft.idle = _idle(foreign, draft, translate)
     kind = f"{_TITLES[library]}'s {trainer.upper()} config" if trainer else f"{_TITLES[library]}'s config"
@@ -90,6 +95,28 @@ def import_config(
         title += "".join(f"\n  {setting}: {why}" for setting, why in draft.gaps.items())
     text = recipe_text(draft, title)
     return Imported(library, trainer, draft, text, _problem(draft))
+
+
+def _culprit(
+    foreign: Foreign, translate: Callable[[Foreign], Draft], error: Exception
+) -> tuple[str, Exception]:
+    """The setting for whose value no recipe can be made, and what is wrong with it; one that was looked at earlier, too."""
+
+    def fault(left_out: Collection[str]) -> Exception | None:
+        try:
+            translate(Foreign({key: value for key, value in foreign.values.items() if key not in left_out}))
+        except _REFUSED as found:
+            return found
+        return None
+
+    unknown = [key for key, value in foreign.values.items() if _UNKNOWN.search(str(value))]
+    known = fault(unknown)  # what is wrong apart from those
+    if known is None:
+        for key in unknown:
+            if (found := fault([other for other in unknown if other != key])) is not None:
+                return key, found
+    seen = [foreign.last, *(key for key in foreign.values if key in foreign.seen)]
+    return next((key for key in seen if fault([key, *unknown]) is None), foreign.last), known or error
 
 
 def _ask_for_unknown(draft: Draft) -> None:
@@ -107,7 +134,7 @@ def _idle(foreign: Foreign, draft: Draft, translate: Callable[[Foreign], Draft])
     def changes_nothing(key: str) -> bool:
         try:
             without = translate(Foreign({other: value for other, value in seen.items() if other != key}))
-        except (ValueError, TypeError, AttributeError, KeyError, ArithmeticError):
+        except _REFUSED:
             return False
         return whole.says_the_same(without)
 

@@ -227,7 +227,7 @@ def _engine(draft: Draft, foreign: Foreign) -> None:
     if (p := float(foreign.take(f"{_SAMPLING}.min_p", 0.0))) > 0:
         draft.put("rollout.min_p", p, f"{_SAMPLING}.min_p")
     draft.lack(foreign, f"{_SAMPLING}.repetition_penalty", "SkyRL does not pass it on", unless=(1, 1.0))
-    copy(draft, foreign, [Same(f"{_ENGINE}.engine_init_kwargs.max_model_len", "rollout.vllm.max_model_len")])
+    copy(draft, foreign, [Same(name("engine_init_kwargs.max_model_len"), "rollout.vllm.max_model_len")])
     urls: Any = foreign.take(name("external_server_urls", "remote_inference_engine_urls"))
     urls = as_list(urls) or as_list(foreign.take(f"{_ENGINE}.external_proxy_url"))
     if not foreign.take(name("run_engines_locally"), True):
