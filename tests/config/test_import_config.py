@@ -304,6 +304,14 @@ def test_files_of_one_name_greedy_validation_and_gspo_of_verl_give_a_recipe(tmp_
     assert (recipe.algorithm.dual_clip, recipe.algorithm.aggregation) == (0.0, "sequence_mean")
 
 
+def test_values_that_no_recipe_takes_are_named_and_dates_are_text(tmp_path):
+    text = 'num_generations: 2\nepsilon: .inf\nrun_name: 2026-01-01\nmodel_name_or_path: "${NO\\nWHERE\\x01"'
+    made = imported(tmp_path, text)
+    assert tomllib.loads(made.text)["output"]["run_name"] == "2026-01-01"
+    assert made.problem is not None and "algorithm.clip_low: Input should be a finite number" in made.problem
+    assert "run_name" not in made.problem
+
+
 @pytest.mark.parametrize(
     ("text", "name", "options", "said"),
     [

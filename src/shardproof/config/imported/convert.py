@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from shardproof.config.imported import skyrl, trl, verl
-from shardproof.config.imported.draft import Draft, Foreign, nested
+from shardproof.config.imported.draft import Draft, Foreign
 from shardproof.config.imported.files import read_config
 from shardproof.config.imported.text import recipe_text
 from shardproof.config.load import parse_recipe
@@ -94,7 +95,7 @@ def import_config(
         title += "\n\nWithout a counterpart:"
         title += "".join(f"\n  {setting}: {why}" for setting, why in draft.gaps.items())
     text = recipe_text(draft, title)
-    return Imported(library, trainer, draft, text, _problem(draft))
+    return Imported(library, trainer, draft, text, _problem(text))
 
 
 def _culprit(
@@ -142,9 +143,10 @@ def _idle(foreign: Foreign, draft: Draft, translate: Callable[[Foreign], Draft])
     return [key for key in seen if key not in sure and changes_nothing(key)]
 
 
-def _problem(draft: Draft) -> str | None:
+def _problem(text: str) -> str | None:
+    """Why the recipe as it is written cannot be used; None if it can."""
     try:
-        parse_recipe(nested(draft.values), "the recipe")
+        parse_recipe(tomllib.loads(text), "the recipe")
     except ConfigError as error:
         return error.findings[0].message
     return None

@@ -32,12 +32,17 @@ def recipe_text(draft: Draft, title: str) -> str:
         origin = draft.to_fill.get(key) or draft.origins.get(key, "")
         mark = "FILL IN: " if key in draft.to_fill else ""
         line = f"{leaf} = {toml(value)}"
-        tables.setdefault(table, []).append(f"{line}  # {mark}{origin}" if origin else line)
+        tables.setdefault(table, []).append(f"{line}  # {_comment(mark + origin)}" if origin else line)
     order = sorted(tables, key=lambda name: (_ORDER.index(name) if name in _ORDER else len(_ORDER), name))
-    parts = [f"# {line}" if line else "#" for line in title.splitlines()]
+    parts = [f"# {_comment(line)}" if line else "#" for line in title.splitlines()]
     for name in order:
         parts += ["", f"[{name}]", *tables[name]]
     return "\n".join(parts) + "\n"
+
+
+def _comment(text: str) -> str:
+    """Text as one line that TOML reads as a comment, whatever names and values are in it."""
+    return "".join(letter if letter.isprintable() else " " for letter in text)
 
 
 def toml(value: Any) -> str:
@@ -47,15 +52,15 @@ def toml(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, float):
-        if not math.isfinite(value):
-            raise ValueError(f"{value} has no place in a recipe")
-        text = repr(value)
-        return text if "." in text or "e" in text else f"{text}.0"
+        text = repr(value)  # of inf and nan, too, which TOML has, and recipes refuse by the key's name
+        return text if "." in text or "e" in text or not math.isfinite(value) else f"{text}.0"
     if isinstance(value, Mapping):
         return "{ " + ", ".join(f"{_key(key)} = {toml(each)}" for key, each in value.items()) + " }"
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(map(toml, value)) + "]"
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else str(value)
+    if isinstance(value, int):
+        return str(value)
+    return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")  # dates of YAML, as text
 
 
 def _key(key: str) -> str:
