@@ -48,6 +48,8 @@ VALUES = [
       "reward.functions": [{"name": "lib:style", "signature": "trl", "weight": 0.7}]}),
     ("sft", {**GIVEN, "max_length": None}, {"data.max_length": None, "data.on_max_length": None}),
     ("dpo", GIVEN, {"data.max_length": 1024, "data.on_max_length": "truncate"}),
+    ("dpo", {**GIVEN, "sync_ref_model": True, "ref_model_sync_steps": 64},
+     {"algorithm.reference_sync_every": 64, "algorithm.reference_mix": 0.6}),
     ("reward", GIVEN, {"data.max_length": 1024, "data.on_max_length": "drop"}),
 ]  # fmt: skip
 

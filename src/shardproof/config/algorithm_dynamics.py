@@ -28,7 +28,8 @@ class Dynamics(Section):
     """Number of completions over which the adaptive KL coefficient changes by at most a fifth of itself, for
     `kl_target`."""
     reference_sync_every: StepsOrNever = 0
-    """Steps after which the reference moves towards the policy, for `kl_coef` above 0. 0: it never moves."""
+    """Steps after which the reference moves towards the policy, for `kl_coef` above 0 and for `dpo` and `kto`. 0: it
+    never moves."""
     reference_mix: Annotated[float, Bound(gt=0.0, le=1.0)] = 0.6
     """How far the reference moves: it becomes `reference_mix` times the policy plus `1 - reference_mix` times
     itself."""
