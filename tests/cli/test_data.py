@@ -122,6 +122,7 @@ def test_tokens_cannot_steer_the_terminal():
 def test_the_demos_data():
     text = run(TINY, "--rows", "1")
     assert "train       2,100" in text and "Stop tokens: '<eos>' (1)" in text
+    assert "then up to 4 tokens are sampled, and scored" in run(TINY, "--rows", "1", "--split", "evaluation")
     found = json.loads(run(TINY, "--json", "--rows", "2", "--split", "evaluation").splitlines()[-1])
     assert found["sets"]["evaluation"]["rows"] == 400 and len(found["shown"]) == 2
 

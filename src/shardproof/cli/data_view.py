@@ -103,7 +103,8 @@ class View:
                 self.console.print(line, soft_wrap=True)
         if facts["samples"] and not any(t["trained"] for s in row["sequences"] for t in s["tokens"]):
             most = row.get("sampling", {}).get("max_new_tokens", facts["max_new_tokens"])
-            self._print(f"  then up to {most} tokens are sampled, and trained on", "dim")
+            use = "trained on" if facts["split"] == "train" else "scored"
+            self._print(f"  then up to {most} tokens are sampled, and {use}", "dim")
 
     def _tokens(self, tokens: Sequence[Mapping[str, Any]]) -> Iterator[Text]:
         """Lines of tokens over lines of their ids, with a mark under those that are trained on."""

@@ -12,6 +12,8 @@ from shardproof.config.schema import Recipe
 from shardproof.dist.collectives import exchange, together
 from shardproof.dist.deadline import deadline
 from shardproof.dist.launch import init_distributed
+from shardproof.errors import fail
+from shardproof.model.families import max_positions
 from shardproof.rl.experience_metrics import Success
 from shardproof.rl.handover import hand_over
 from shardproof.rl.proofs import Proof
@@ -35,6 +37,7 @@ def measure_pass_rates(recipe: Recipe, num_samples: int, path: Path) -> dict[str
     with deadline("run", seconds=seconds):
         run = set_up(recipe)
         try:
+            _require_room(run)
             _bring_weights(run)
             counts = _counts(run, num_samples)
         finally:
@@ -49,6 +52,15 @@ def measure_pass_rates(recipe: Recipe, num_samples: int, path: Path) -> dict[str
         "never": float(sum(rate == 0.0 for rate in rates)),
         "always": float(sum(rate == 1.0 for rate in rates)),
     }
+
+
+def _require_room(run: Run) -> None:
+    """Raise if a completion may not fit: rows whose completions are given were read for these alone."""
+    context, most = max_positions(run.policy.model.model.config), run.recipe.rollout.max_new_tokens
+    longest = max(len(prompt.tokens) for prompt in run.prompts)
+    if context is not None and run.offline is not None and longest + most > context:
+        message = f"a prompt of {longest} tokens with rollout.max_new_tokens={most} does not fit the model's {context} positions."
+        raise fail("C005", "data", message, fix="lower rollout.max_new_tokens, or data.max_prompt_tokens")
 
 
 def _bring_weights(run: Run) -> None:

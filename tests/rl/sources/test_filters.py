@@ -61,6 +61,23 @@ def test_long_prompts_are_left_out_and_counted(tmp_path, caplog):
     assert "left out 12 of 12 rows" in none and "none is left" in none
 
 
+def test_room_is_kept_for_what_is_sampled_and_for_nothing_else(tmp_path):
+    row = {"prompt": "1+" * 25 + "1=", "completion": "26", "answer": "26"}  # 52 tokens of 64
+    sampled = ("rollout.max_new_tokens=20", "data.evaluation=none", "output.eval_every=0")
+    assert "rollout.max_new_tokens=20 does not fit" in refused(tmp_path, *sampled, rows=[row])
+    # Rows that are imitated are not sampled; held-out ones are, where a reward scores them.
+    recipe, inputs = read(tmp_path, *sampled, "algorithm.name=sft", rows=[row])
+    assert len(inputs.prompts) == 1
+    facts = summarise(recipe, inputs, "train", 1)
+    assert facts["sets"]["train"]["longest"] == 55 and not facts["samples"]
+    held_out = write_rows(tmp_path / "held_out.jsonl", [row])
+    both = (sampled[0], "algorithm.name=sft", f"data.evaluation={held_out}")
+    assert "rollout.max_new_tokens=20 does not fit" in refused(tmp_path, *both, rows=[row])
+    # What a teacher reads is sampled, also where nothing is rewarded.
+    teacher = ("algorithm.name=distillation", f"teacher.path={TINY.parent}/tiny/teacher", "reward=none")
+    assert "rollout.max_new_tokens=20 does not fit" in refused(tmp_path, *sampled, *teacher, rows=[row])
+
+
 @pytest.mark.parametrize("answer", [None, "", "  "])
 def test_rows_without_an_answer_are_left_out_and_counted(tmp_path, answer):
     rows = [*SUMS[:3], {"prompt": "1+1=", "answer": answer}, {"prompt": "1+2="}]

@@ -26,6 +26,7 @@ from shardproof.rollout.sampling import check_overrides
 
 logger = logging.getLogger(__name__)
 SAMPLING_COLUMN = "sampling"
+TRAINING = "data.train"  # the key of the rows to train on
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ def read_training(recipe: Recipe, environment: EnvironmentPool | None) -> Readin
         found.places += rows.places
         names += [each.name] * len(rows)
         dropped += rows.dropped
-    return Reading("data.train", found, data.prompt_column, names, dropped)
+    return Reading(TRAINING, found, data.prompt_column, names, dropped)
 
 
 def read_held_out(recipe: Recipe, held_out: HeldOut, environment: EnvironmentPool | None) -> Reading:
@@ -144,6 +145,7 @@ def encode(
     chat = data.chat or (rules is not None and rules.is_templated)
     drops = data.too_long == "drop"
     longest = None if drops else data.max_prompt_tokens
+    most = limits.max_new_tokens if is_sampled(recipe, reading.key == TRAINING) else 0
     if _is_given(recipe):
         prompts = encode_given(recipe, reading.rows, tokenizer, reading.prompt_column)
         require_lengths(reading.rows.places, [p.text for p in prompts], [p.tokens for p in prompts], longest)
@@ -162,12 +164,12 @@ def encode(
         prompts, dropped = limited(recipe, prompts)
         reading.dropped.update(dropped)
     if drops:
-        prompts = _without_long(recipe, reading, prompts, limits)
+        prompts = _without_long(recipe, reading, prompts, limits.context, most)
     if not prompts:
         raise unusable(
             f"{reading.described}: none is left.", "raise the limits of lengths, or use other rows"
         )
-    _require_room(recipe, prompts, limits)
+    _require_room(recipe, prompts, limits.context, most)
     return prompts
 
 
@@ -182,11 +184,18 @@ def _with_sampling(recipe: Recipe, prompt: Prompt, place: str, limits: Limits) -
     return replace(prompt, sampling=without_nulls(given) or None)
 
 
-def _following(recipe: Recipe, prompt: Prompt, limits: Limits) -> int:
-    """How many tokens may follow a prompt."""
-    samples = recipe.reward is not None or recipe.environment is not None
-    sampled = (prompt.sampling or {}).get("max_new_tokens", limits.max_new_tokens) if samples else 0
-    sampled += (len(prompt.asked) - len(prompt.tokens)) * samples
+def is_sampled(recipe: Recipe, is_training: bool) -> bool:
+    """Whether completions of these rows are sampled: to train on, or of held-out ones to be scored."""
+    if is_training:
+        return not _is_given(recipe)
+    return recipe.reward is not None or recipe.environment is not None
+
+
+def _following(recipe: Recipe, prompt: Prompt, most: int) -> int:
+    """How many tokens may follow a prompt; `most`: how many are sampled, if its row does not say."""
+    sampled = 0
+    if most:
+        sampled = (prompt.sampling or {}).get("max_new_tokens", most) + len(prompt.asked) - len(prompt.tokens)
     return max(len(prompt.completion), len(prompt.rejected), sampled) + _after_text(recipe)
 
 
@@ -195,32 +204,33 @@ def _after_text(recipe: Recipe) -> int:
     return int(find_algorithm(recipe.algorithm.name).spec.role == "reward")
 
 
-def _without_long(recipe: Recipe, reading: Reading, prompts: list[Prompt], limits: Limits) -> list[Prompt]:
+def _without_long(
+    recipe: Recipe, reading: Reading, prompts: list[Prompt], context: int | None, most: int
+) -> list[Prompt]:
     longest, kept = recipe.data.max_prompt_tokens, []
     for prompt in prompts:
         num = len(prompt.tokens)
         if longest is not None and num > longest:
             reading.dropped[f"longer than data.max_prompt_tokens={longest}"] += 1
-        elif limits.context is not None and num + _following(recipe, prompt, limits) > limits.context:
-            reading.dropped[f"too long for {limits.context} positions"] += 1
+        elif context is not None and num + _following(recipe, prompt, most) > context:
+            reading.dropped[f"too long for {context} positions"] += 1
         else:
             kept.append(prompt)
     return kept
 
 
-def _require_room(recipe: Recipe, prompts: Sequence[Prompt], limits: Limits) -> None:
+def _require_room(recipe: Recipe, prompts: Sequence[Prompt], limit: int | None, most: int) -> None:
     """Raise if some prompt and what follows it are longer than the model's context, or than a conversation may be."""
-    limit = limits.context
     if limit is None:
         return
-    longest = max(prompts, key=lambda prompt: len(prompt.tokens) + _following(recipe, prompt, limits))
-    num, following = len(longest.tokens), _following(recipe, longest, limits)
+    longest = max(prompts, key=lambda prompt: len(prompt.tokens) + _following(recipe, prompt, most))
+    num, following = len(longest.tokens), _following(recipe, longest, most)
     if num + following > limit:
-        sampled, after = limits.max_new_tokens, _after_text(recipe)
+        after = _after_text(recipe)
         given = max(len(longest.completion), len(longest.rejected))
         is_given = bool(given) and following == given + after
-        key = "rollout.max_new_tokens" if sampled == recipe.rollout.max_new_tokens else "max_new_tokens"
-        what = f"{key}={sampled}" if following == sampled else f"a completion of {following - after}"
+        key = "rollout.max_new_tokens" if most == recipe.rollout.max_new_tokens else "max_new_tokens"
+        what = f"{key}={most}" if following == most else f"a completion of {following - after}"
         where = f"the model's {limit} positions" + ", of which a score needs one behind the text" * after
         if recipe.environment is not None and limit == recipe.environment.max_tokens:
             where = f"environment.max_tokens={limit}"

@@ -13,6 +13,7 @@ from shardproof.model.families import max_positions
 from shardproof.rl.checks import Inputs
 from shardproof.rl.data import Prompt
 from shardproof.rl.sources.pass_rates import key_of
+from shardproof.rl.sources.reading import is_sampled
 from shardproof.rl.sources.streams import make_stream
 from shardproof.rl.templates import panics_as_errors
 
@@ -42,7 +43,7 @@ def summarise(recipe: Recipe, inputs: Inputs, split: str, num_rows: int) -> dict
     return {
         "model": recipe.model.path,
         "algorithm": recipe.algorithm.name,
-        "samples": _samples(recipe),
+        "samples": is_sampled(recipe, split == TRAIN),
         "max_new_tokens": followed[split],
         "context": limit,
         "stop_tokens": [show(token) for token in inputs.stop_ids],
@@ -51,7 +52,10 @@ def summarise(recipe: Recipe, inputs: Inputs, split: str, num_rows: int) -> dict
                 "rows": len(prompts),
                 "dropped": dict(inputs.dropped.get(keys[name], {})),
                 **_facts(prompts),
-                "longest": max(_length(each, followed[name] if _samples(recipe) else 0) for each in prompts),
+                "longest": max(
+                    _length(each, followed[name] if is_sampled(recipe, name == TRAIN) else 0)
+                    for each in prompts
+                ),
             }
             for name, prompts in sets.items()
         },
@@ -71,10 +75,6 @@ def sets_of(inputs: Inputs) -> dict[str, Sequence[Prompt]]:
 def _label(name: str) -> str:
     """What a held-out set is called here: by its name, or as its metrics begin if that is what another set is called."""
     return f"eval/{name}" if name in (TRAIN, EVALUATION) else name or EVALUATION
-
-
-def _samples(recipe: Recipe) -> bool:
-    return recipe.reward is not None or recipe.environment is not None
 
 
 def _length(prompt: Prompt, sampled: int) -> int:
