@@ -66,6 +66,8 @@ VALUES = [
     ({"generator__eval_n_samples_per_prompt": 4}, {"evaluation.temperature": 0.0, "output.eval_samples": 1}),
     ({"generator__eval_n_samples_per_prompt": 4, f"{EVALUATED}top_p": 0.7},
      {"evaluation.temperature": 1.0, "evaluation.top_p": 0.7, "evaluation.max_new_tokens": 1024, "output.eval_samples": 4}),
+    ({f"{ALGORITHM}gamma": 0.9}, {"algorithm.gamma": None}),
+    ({f"{ALGORITHM}advantage_estimator": "gae", f"{ALGORITHM}gamma": 0.9}, {"algorithm.gamma": 0.9}),
     ({"trainer__eval_interval": -1}, {"output.eval_every": 0, "evaluation.sets": None}),
     ({"trainer__fully_async__enabled": True}, {"rollout.ahead": 4, "rollout.order": "finished"}),
     ({"trainer__max_tokens_per_microbatch": 4096}, {"train.micro_batch_tokens": 4096}),

@@ -119,6 +119,10 @@ def test_what_does_not_go_together_is_refused_by_name(given, said):
     ("overrides", "said"),
     [
         (["rollout.group_size=1"], "compares completions of one prompt"),
+        (
+            ["algorithm.trust_region=behaviour", "algorithm.correction=tis"],
+            "correction='tis' has nothing to correct",
+        ),
         (["algorithm.credit=turn", "algorithm.compared_over=batch"], "algorithm.credit='turn'"),
     ],
 )
@@ -130,7 +134,7 @@ def test_a_recipe_is_held_to_its_switches(overrides, said):
 
 def test_one_completion_per_prompt_is_enough_where_the_batch_is_compared():
     load_recipe(TINY, ["rollout.group_size=1", "algorithm.compared_over=batch"])
-    load_recipe(TINY, ["rollout.group_size=1", "algorithm.baseline=greedy"])
+    load_recipe(TINY, ["rollout.group_size=1", "algorithm.baseline=greedy", "algorithm.gamma=0.9"])
 
 
 def test_a_recorded_recipe_has_the_values_and_shows_what_differs_from_its_preset():

@@ -91,7 +91,7 @@ class Algorithm(Dynamics, Switches):
         low, high = self.icepop_bounds
         if not low < high:
             raise ValueError(f"icepop_bounds: the first must be below the second, not ({low}, {high})")
-        if self.trust_region == "behaviour" and self.correction in ("mis", "icepop"):
+        if self.trust_region == "behaviour" and self.correction not in ("auto", "none"):
             raise ValueError(
                 f"trust_region='behaviour' measures the ratio from the engine's own log-probs, so correction="
                 f"{self.correction!r} has nothing to correct: remove one of them"
