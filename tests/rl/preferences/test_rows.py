@@ -14,6 +14,7 @@ from shardproof.errors import ConfigError
 from shardproof.rl.checks import check_inputs
 from shardproof.rl.data import Prompt
 from shardproof.rl.labelled import labelled_batch
+from shardproof.rl.reward_pairs import scored_pairs
 from shardproof.rl.sft import completion_batch
 from shardproof.rl.sources.given import encode_given, limited, margin_of
 from shardproof.rl.sources.rows import Rows
@@ -100,6 +101,31 @@ def compare_pairs(form: str) -> None:
 @pytest.mark.parametrize("form", PAIRS)
 def test_pairs_have_trls_tokens(form):
     run_ranks(1, compare_pairs, form)
+
+
+def test_texts_to_score_need_no_common_beginning():
+    """A reward model reads each whole, as TRL's; whoever says something to a prompt needs one."""
+    rows: list[dict[str, Any]] = [
+        {"chosen": "the weather", "rejected": "answer 1"},
+        {"chosen": [USER, GOOD], "rejected": [said("user", "and tomorrow?"), BAD]},
+    ]
+    tokenizer = make_tokenizer(CHAT)
+    text, talk = encoded("reward_model", rows, CHAT, "reward=none")
+    for side, tokens in (("chosen", text.completion), ("rejected", text.rejected)):
+        whole = tokenizer(rows[0][side])["input_ids"]
+        assert [*text.tokens, *tokens] == [*whole, tokenizer.eos_token_id]
+    for side, tokens in (("chosen", talk.completion), ("rejected", talk.rejected)):
+        whole = tokenizer.apply_chat_template(rows[1][side], return_dict=True)["input_ids"]
+        assert [*talk.tokens, *tokens] == whole
+    batch = scored_pairs([text, talk], None)
+    assert [len(sequence) for sequence in batch.sequences[2:]] == [
+        len(talk.tokens) + len(tokens) + 1 for tokens in (talk.completion, talk.rejected)
+    ]
+    for row in rows:
+        with pytest.raises(ConfigError, match="the prompt is empty"):
+            encoded("dpo", [row], CHAT)
+    with pytest.raises(ConfigError, match="the prompt is empty"):
+        encoded("reward_model", rows[:1], CHAT, "reward=none", "data.chat=true")
 
 
 def compare_labelled() -> None:

@@ -144,7 +144,7 @@ def _encode_texts(
 
 
 def _conversation(
-    place: str, row: Row, prompt_column: str, columns: Sequence[str], chat: bool
+    place: str, row: Row, prompt_column: str, columns: Sequence[str], chat: bool, scores: bool
 ) -> Conversation:
     following, is_pair = [row[column] for column in columns], len(columns) > 1
     if prompt_column in row:
@@ -153,6 +153,11 @@ def _conversation(
         prompt, following = common_prompt(place, *following)
     else:
         require_column(place, row, prompt_column, "data.prompt_column")
+    if not prompt or (isinstance(prompt, str) and not prompt.strip()):
+        if scores and prompt_column not in row and not (chat and isinstance(prompt, str)):
+            # A score is of the whole text.
+            return Conversation(prompt[:0], tuple(row[column] for column in columns))
+        raise unusable(f"{place}: the prompt is empty.")
     texts = [isinstance(each, str) for each in (prompt, *following)]
     if chat and all(texts):
         prompt = [{"role": "user", "content": prompt}]
@@ -163,8 +168,6 @@ def _conversation(
         if is_pair:
             fix += "; where both completions hold the whole conversation, name a data.prompt_column that no row has"
         raise unusable(message, fix)
-    if not prompt or (isinstance(prompt, str) and not prompt.strip()):
-        raise unusable(f"{place}: the prompt is empty.")
     return Conversation(prompt, tuple(following))
 
 
@@ -195,8 +198,9 @@ def _encode_all(
 ) -> list[Prompt]:
     """Prompts with what stands in the `columns`: their tokens are those of both together."""
     rendering, train_on = Rendering.of(recipe), recipe.data.train_on
+    scores = find_algorithm(recipe.algorithm.name).spec.role == "reward"
     conversations = [
-        _conversation(place, row, prompt_column, columns, recipe.data.chat)
+        _conversation(place, row, prompt_column, columns, recipe.data.chat, scores)
         for place, row in zip(rows.places, rows, strict=True)
     ]
     check_settings(rows, rows.places, [each.is_templated for each in conversations], tokenizer, rendering)
@@ -214,7 +218,7 @@ def _encode_all(
             prompt, *fulls = tokens_of(tokenizer, texts, add_special_tokens=True)
             fulls = [closed(ids, tokenizer) for ids in fulls]
         length = min(_common(prompt, full) for full in fulls)
-        if not length or any(len(full) == length for full in fulls):
+        if (given.prompt and not length) or any(len(full) == length for full in fulls):
             what = "prompt" if not length else "completion"
             raise unusable(f"{place}: the {what} has no tokens of its own.")
         cut += length < len(prompt)
@@ -240,10 +244,12 @@ def _through_template(
     place: str, row: Row, given: Conversation, tokenizer: Any, rendering: Rendering, with_mask: bool
 ) -> tuple[str, tuple[int, ...], list[tuple[int, ...]], list[Masked]]:
     """(the prompt's text, its tokens, those of prompt and completion, the assistant's tokens among them if wanted)."""
-    prompt = _with_system(place, given.prompt, rendering)
-    wholes = [[*prompt, *each] for each in given.following]
+    wholes = [_with_system(place, [*given.prompt, *each], rendering) for each in given.following]
     masks: list[Masked] = []
-    text = render(place, row, prompt, tokenizer, rendering, prompt=True)
+    text = ""
+    if given.prompt:
+        prompt = _with_system(place, given.prompt, rendering)
+        text = render(place, row, prompt, tokenizer, rendering, prompt=True)
     texts = [render(place, row, whole, tokenizer, rendering, prompt=False) for whole in wholes]
     ids, *fulls = tokens_of(tokenizer, [text, *texts], add_special_tokens=False)
     if with_mask:
