@@ -230,7 +230,11 @@ def test_an_interval_is_drawn_from_end_to_end_also_where_the_value_is_not_in_its
 
 def test_metrics_of_given_completions_teachers_pools_and_sets_stand_where_they_belong(tmp_path):
     values = {
-        **{f"{name}/{kind}": 0.0 for name in ("reward", "logps") for kind in ("chosen", "rejected")},
+        **{
+            f"{name}/{kind}": 0.0
+            for name in ("reward", "logps", "eval/a/reward")
+            for kind in ("chosen", "rejected")
+        },
         **{"teacher/kl": 0.1, "teacher/kl_k3": 0.2, "pool/easy": 0.3, "pool/hard": 0.4},
         **{"data/share/a": 0.5, "data/share/b": 0.6, "version": 0.7},
         **{"eval/aime/pass@8": 0.8, "eval/aime/pass@32": 0.9, "eval/aime/reward": 1.0},
@@ -252,6 +256,7 @@ def test_metrics_of_given_completions_teachers_pools_and_sets_stand_where_they_b
         "teacher/kl": ["teacher/kl", "teacher/kl_k3"],
         "logps/chosen": ["logps/chosen", "logps/rejected"],
         "reward/chosen": ["reward/chosen", "reward/rejected"],
+        "eval/a/reward/chosen": ["eval/a/reward/chosen", "eval/a/reward/rejected"],
         "data/share": ["data/share/a", "data/share/b"],
         "pool": ["pool/easy", "pool/hard"],
         "eval/aime/pass@8": ["eval/aime/pass@8"],

@@ -82,7 +82,7 @@ def test_lag_idle_time_and_replicas_have_charts_of_their_own(tab, page):
     wanted = ["lag/mean", "replica", "time/trainer_idle"]
     wanted += [f"ahead/{name}" for name in ("buffered", "dropped", "in_flight", "interrupted")]
     assert sorted(shown["Running ahead"]) == sorted(wanted)
-    assert {"correction/ess", "correction/masked", "mismatch/kl", "version"} <= set(shown["Engine match"])
+    assert {"correction/ess", "correction/masked", "mismatch/kl"} <= set(shown["Engine match"])
     said = captions(tab)
     assert said["lag/mean"] == "lag/meanlast: step 8mean 1.5max 2"
     assert said["replica"] == "replicalast: step 80 0.461 0.54"

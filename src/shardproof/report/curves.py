@@ -43,10 +43,6 @@ STATISTICS = ("mean", "median", "std", "group_std")
 BESIDE = {
     "lag/max": "lag/mean",
     "time/engine_idle": "time/trainer_idle",
-    "reward/rejected": "reward/chosen",
-    "logps/rejected": "logps/chosen",
-    "eval/reward/rejected": "eval/reward/chosen",
-    "eval/logps/rejected": "eval/logps/chosen",
     "teacher/kl_k3": "teacher/kl",
 }
 SHARES = ("replica", "pool", "data/share")  # all metrics under such a name share one chart: parts of a whole
@@ -145,8 +141,15 @@ def _shared_title(name: str, shown: Iterable[str]) -> str:
     quantity, _, statistic = name.rpartition("/")
     if quantity in SHARES:
         return quantity
-    title = f"{quantity}/mean" if statistic in STATISTICS else BESIDE.get(name, name)
+    title = f"{quantity}/mean" if statistic in STATISTICS else _beside(name)
     return title if title in shown else name
+
+
+def _beside(name: str) -> str:
+    """The metric that this one stands beside; itself if it stands alone."""
+    if name.endswith("/rejected"):
+        return name.removesuffix("rejected") + "chosen"
+    return BESIDE.get(name, name)
 
 
 def group_of(name: str) -> str:
@@ -162,9 +165,9 @@ def group_of(name: str) -> str:
 
 def _order(name: str) -> tuple[int, str, bool, str]:
     """Where a metric stands in its group; one that stands beside another follows it."""
-    title = BESIDE.get(name, name)
+    title = _beside(name)
     place = FIRST_METRICS.index(title) if title in FIRST_METRICS else len(FIRST_METRICS)
-    return (place, _by_number(title), name in BESIDE, _by_number(name))
+    return (place, _by_number(title), title != name, _by_number(name))
 
 
 def _by_number(name: str) -> str:
