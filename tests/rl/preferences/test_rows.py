@@ -10,13 +10,14 @@ import torch
 
 from shardproof.config.load import load_recipe
 from shardproof.config.schema import Recipe
-from shardproof.errors import ConfigError
+from shardproof.errors import ConfigError, ShardproofError
 from shardproof.rl.checks import check_inputs
 from shardproof.rl.data import Prompt
 from shardproof.rl.labelled import labelled_batch
 from shardproof.rl.reward_pairs import scored_pairs
 from shardproof.rl.sft import completion_batch
 from shardproof.rl.sources.given import encode_given, limited, margin_of
+from shardproof.rl.sources.reading import read_training
 from shardproof.rl.sources.rows import Rows
 from shardproof.train.batching import token_mean
 from shardproof.train.loss import Scored, sft
@@ -376,6 +377,15 @@ def compare_cut(train_on: str) -> None:
 def test_rows_to_imitate_are_cut_as_trl_cuts_them(train_on):
     """Also within the prompt, if there is something to learn before."""
     run_ranks(1, compare_cut, train_on)
+
+
+def test_given_completions_need_no_answer_where_held_out_rows_are_scored(tmp_path):
+    (tmp_path / "pairs.jsonl").write_text('{"prompt": "1+1=", "chosen": "2", "rejected": "3"}\n')
+    recipe = load_recipe(TINY.parent / "tiny-dpo.toml", [f"data.train={tmp_path}/pairs.jsonl"])
+    assert recipe.reward is not None
+    assert len(read_training(recipe, None).rows) == 1
+    with pytest.raises(ShardproofError, match="no column 'answer'"):
+        read_training(load_recipe(TINY, [f"data.train={tmp_path}/pairs.jsonl"]), None)
 
 
 @pytest.mark.parametrize(

@@ -132,7 +132,7 @@ def test_rows_that_nothing_judged_are_left_out_instead_of_asked_for_again(tmp_pa
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ({"key": "a"}, "rates.jsonl:2 is no pass rate"),
+        ({"key": "a"}, "rates.jsonl:2 is not a pass rate"),
         ({"key": "a", "pass_rate": 1.5}, "the pass rate 1.5 is not between"),
         ({"key": "a", "pass_rate": 10**400}, "is not between"),
         ({"key": "a", "pass_rate": 0.5, "samples": "8"}, "rates.jsonl:2: 'samples' is no number"),

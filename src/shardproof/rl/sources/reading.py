@@ -79,7 +79,8 @@ def read_training(recipe: Recipe, environment: EnvironmentPool | None) -> Readin
             environment=environment,
         )
         if _is_given(recipe):
-            columns = replace(columns, rewards=())  # completions that are given are not scored
+            # Completions that are given are not scored: rewards are for the held-out rows.
+            columns = replace(columns, rewards=(), answer=None)
         rows = _read(each.source, columns, environment)
         found += rows
         found.places += rows.places
