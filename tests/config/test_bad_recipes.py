@@ -243,3 +243,24 @@ def test_override_that_cannot_be_used(tmp_path, text):
     path.write_text("[model]\npath = 'm'\n[data]\ntrain = 'd'\n[train]\nsteps = 1\n[output]\nfolder = 'o'\n")
     with pytest.raises(sp.ConfigError, match=r"train\.steps"):
         load_recipe(path, [f"train.steps={text}", "algorithm.name=sft"])
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("optimizer.learning_rate", "optimizer.lr"),
+        ("rollout.vllm.gpu_memory", "rollout.vllm.gpu_memory_utilization"),
+        ("algorithm.epochs", "algorithm.epochs_per_batch"),
+        ("algorithm.preference.bta", "algorithm.preference.beta"),
+        ("train.max_steps", "train.steps"),
+        ("evaluaton", "evaluation"),
+    ],
+)
+def test_an_unknown_key_is_told_with_the_one_that_was_meant(key, meant):
+    with pytest.raises(sp.ConfigError, match=re.escape(f"unknown key {key!r}, did you mean {meant!r}?")):
+        parse_recipe(recipe_with(tuple(key.split(".")), 1), "the recipe")
+
+
+def test_a_value_in_place_of_a_section_is_told_so():
+    with pytest.raises(sp.ConfigError, match=r"data.curriculum: this is a section; write its keys under \["):
+        parse_recipe(recipe_with(("data", "curriculum"), "pools"), "the recipe")

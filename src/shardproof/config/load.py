@@ -161,14 +161,32 @@ def _explain(problem: Any) -> str:
     if len(where) > _LABEL_CHARACTERS:
         where = f"{where[:_LABEL_CHARACTERS]}..."
     if problem["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
-        known = list(all_keys(Recipe))
-        moved = [key for key in known if key.rpartition(".")[2] == str(problem["loc"][-1])]
-        near = moved if len(moved) == 1 else difflib.get_close_matches(where, known, n=1, cutoff=0.4)
-        return f"unknown key {where!r}" + (f", did you mean {near[0]!r}?" if near else "")
+        near = _nearest(where)
+        return f"unknown key {where!r}" + (f", did you mean {near!r}?" if near else "")
     if problem["type"] == "missing":
         return f"{where!r} is missing"
+    is_listed = any(isinstance(part, int) for part in problem["loc"])
+    if problem["type"] in ("model_type", "dataclass_type") and where and not is_listed:
+        return f"{where}: this is a section; write its keys under [{where}]"
     message = _MESSAGES.get(problem["type"]) or problem["msg"].removeprefix("Value error, ")
     return f"{where}: {message}" if where else message
+
+
+def _nearest(unknown: str) -> str | None:
+    """The key that was meant: in the same section one that begins alike, or has the word's initials (`lr`), or is spelt
+    alike; else the only one of that name in another section, or the most alike of all."""
+    plain = ".".join(part for part in unknown.split(".") if not part.isdigit())
+    keys, (section, _, leaf) = list(all_keys(Recipe)), plain.rpartition(".")
+    siblings = {key.rpartition(".")[2]: key for key in keys if key.rpartition(".")[0] == section}
+    initials = "".join(word[:1] for word in leaf.split("_"))
+    longer = [own for own in siblings if len(leaf) > 3 and own.startswith(leaf)]
+    named = longer or [own for own in siblings if own == initials and len(own) > 1]
+    named = named or difflib.get_close_matches(leaf, siblings, n=1, cutoff=0.6)
+    if named:
+        return siblings[named[0]]
+    moved = [key for key in keys if key.rpartition(".")[2] == leaf]
+    found = moved if len(moved) == 1 else difflib.get_close_matches(plain, keys, n=1, cutoff=0.4)
+    return found[0] if found else None
 
 
 def all_keys(section: type, prefix: str = "") -> Iterator[str]:
