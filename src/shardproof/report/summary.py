@@ -78,12 +78,12 @@ def _held_out(run: Run) -> list[dict[str, str] | None]:
     names = {name: None for metrics in run.metrics for name in metrics}
     sets = dict.fromkeys(found[1] for name in names if (found := OF_SET.fullmatch(name)))
     prefixes = {"eval/": "Held-out", **{f"eval/{each}/": cut(each, 100) for each in sets}}
-    found = []
+    numbers = []
     for prefix, label in prefixes.items():
         headlines = {prefix + name.removeprefix("eval/"): called for name, called in HEADLINES.items()}
         first = next((name for name in headlines if name in names), None)
-        found.append(_change(run, f"{label} {headlines[first]}", first) if first else None)
-    return found
+        numbers.append(_change(run, f"{label} {headlines[first]}", first) if first else None)
+    return numbers
 
 
 def _ahead_numbers(run: Run) -> list[dict[str, str]]:
