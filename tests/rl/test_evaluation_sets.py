@@ -195,7 +195,7 @@ def test_a_metric_that_is_not_measured_is_named_with_those_that_are(tmp_path, be
     [
         # No set has this name.
         ("eval/aimee/reward", ("eval/reward", "eval/aime/reward"), "eval/aime/reward"),
-        ("eval/reward/acuracy", ("eval/loss", "eval/reward/accuracy"), "eval/reward/accuracy"),
+        ("eval/reward/accuracyy", ("eval/loss", "eval/reward/accuracy"), "eval/reward/accuracy"),
         ("eval/aime/pass@3", ("eval/reward", "eval/aime/pass@1"), "eval/aime/pass@1"),
         # This set has its turn at another step.
         ("eval/aime/reward", ("eval/reward", "eval/reward_se"), None),
