@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 
 import pytest
@@ -166,3 +168,38 @@ def test_the_page_says_what_names_stand_for():
         if preset is None or getattr(SPECS[name], preset) is not None
     ]
     assert all(f"`{key}`" in page for key in SWITCHES)
+
+
+def changes(name, preset):
+    """What a preset changes in the algorithm with this name, for docs/algorithms.md."""
+    if getattr(SPECS[name], preset) is None:
+        return "-"
+    own, variant = (Algorithm(name=name, preset=each).model_dump() for each in (None, preset))
+    unread = {"preset"} | ({"scale_eps"} if variant["scale"] == "off" else set())
+    values = {key: value for key, value in variant.items() if value != own[key] and key not in unread}
+    shown = {key: json.dumps(value).strip('"') for key, value in values.items()}
+    return ", ".join(f"`{key}` {value}" for key, value in shown.items()) or "nothing"
+
+
+def largest_differences(name, library):
+    """The largest difference of loss and gradient that docs/data/parity.json has for an algorithm's cases."""
+    measured = json.loads((DOCS / "data" / "parity.json").read_text())[library]
+    cases = [found for case, found in measured.items() if re.split(r"[ ,]", case)[0] == name]
+    largest = [max((case[of] for case in cases), default=None) for of in ("loss", "gradient")]
+    return ", ".join(f"{value:.0e}" if value else "0" for value in largest) if cases else "-"
+
+
+def test_the_page_says_what_presets_change_and_how_near_they_are():
+    page = (DOCS / "algorithms.md").read_text()
+    shown = page.partition("## Presets at a glance")[2].partition("\n## ")[0]
+    rows = [line for line in shown.splitlines() if line.startswith("| `")]
+    metrics = page.partition("\n## Metrics")[2]
+    names = [name for name in SAMPLING if not SPECS[name].has_teacher]
+    for name, row in zip(names, rows, strict=True):
+        *cells, watched = (cell.strip() for cell in row.strip("|").split(" | "))
+        assert cells == [
+            f"`{name}`",
+            *(changes(name, preset) for preset in ("trl", "verl")),
+            *(largest_differences(name, library) for library in ("trl", "verl")),
+        ]
+        assert all(f"| `{metric}`" in metrics for metric in watched.strip("`").split("`, `"))
