@@ -28,7 +28,7 @@ from benchmarks.reporting import (
 )
 from benchmarks.verl_side import CASES as VERL_CASES
 from benchmarks.verl_side import load_verl, verls
-from tests.rl.parity.cases import Drawn, Rows, draw, ours
+from tests.rl.parity.cases import Drawn, Rows, draw, ours, with_probabilities
 from tests.rl.parity.trl_cases import CASES as TRL_CASES
 from tests.rl.parity.trl_side import trls
 
@@ -69,7 +69,7 @@ def differences(mine: Callable[[Drawn], Result], theirs: Callable[[Drawn], Resul
 def against_verl(root: Path, seeds: int) -> dict[str, dict]:
     verl, found = load_verl(root), {}
     for name in VERL_CASES:
-        settings: dict[str, Any] = {"name": name, "preset": "verl"}
+        settings: dict[str, Any] = {"name": name.split()[0], "preset": "verl"}
         theirs, on_policy = {}, name.endswith("_cov")
         if name == "clip_cov":  # all tokens within the bounds, so that nothing is drawn at random
             settings |= {"cov_ratio": 1.0, "cov_bounds": (0.05, 0.5)}
@@ -77,8 +77,15 @@ def against_verl(root: Path, seeds: int) -> dict[str, dict]:
         elif name == "kl_cov":
             settings |= {"cov_ratio": 0.1}
             theirs = {"kl_cov_ratio": 0.1}
+        elif settings["name"] == "dppo":
+            settings |= {
+                "surrogate": "dppo_kl" if "KL" in name else "dppo_tv",
+                "clip_low": 0.02,
+                "clip_high": 0.03,
+            }
 
         def given(drawn: Drawn, on_policy: bool = on_policy) -> Drawn:
+            drawn = with_probabilities(drawn)
             # verl takes the covariance of the log-probs of now, shardproof of those at the beginning of the step.
             return replace(drawn, old=drawn.logps) if on_policy else drawn
 

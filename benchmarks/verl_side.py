@@ -27,7 +27,17 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "sapo": ("grpo", "sapo", "seq-mean-token-mean", {}),
     "clip_cov": ("grpo", "clip_cov", "token-mean", {}),
     "kl_cov": ("grpo", "kl_cov", "token-mean", {}),
+    "dr_grpo": ("grpo", "vanilla", "seq-mean-token-sum-norm", {}),
+    "gmpo": ("grpo", "geo_mean", "seq-mean-token-mean", {"clip_ratio_low": 0.4, "clip_ratio_high": 0.4}),
+    "dppo": ("grpo", "dppo_tv", "seq-mean-token-sum-norm", {"clip_ratio_low": 0.02, "clip_ratio_high": 0.03}),
+    "dppo by KL": (
+        "grpo",
+        "dppo_kl",
+        "seq-mean-token-sum-norm",
+        {"clip_ratio_low": 0.02, "clip_ratio_high": 0.03},
+    ),
 }
+_UNSCALED = ("dr_grpo", "dppo", "dppo by KL")  # whose advantages are not divided by a deviation
 
 
 def load_verl(root: Path) -> ModuleType:
@@ -77,6 +87,8 @@ def verls(verl: ModuleType, name: str, drawn: Drawn, **changes: Any) -> tuple[fl
     if estimator == "gae":
         shared.pop("config")
         own = {"values": padded(drawn.values), "gamma": 1.0, "lam": 1.0}
+    elif name in _UNSCALED:
+        own |= {"norm_adv_by_std_in_grpo": False}
     elif estimator == "remax":
         own = {"reward_baselines": torch.tensor(drawn.greedy)}
     advantages, _ = verl.get_adv_estimator_fn(estimator)(**shared, **own)

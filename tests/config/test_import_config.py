@@ -162,7 +162,21 @@ def test_skyrl(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "adv", ["gae", "grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax"]
 )
-@pytest.mark.parametrize("loss", ["vanilla", "gspo", "clip_cov", "kl_cov", "sapo", "cispo", "unheard_of"])
+@pytest.mark.parametrize(
+    "loss",
+    [
+        "vanilla",
+        "gspo",
+        "clip_cov",
+        "kl_cov",
+        "sapo",
+        "cispo",
+        "geo_mean",
+        "dppo_tv",
+        "dppo_kl",
+        "unheard_of",
+    ],
+)
 def test_every_advantage_and_loss_of_verl_makes_a_recipe(tmp_path, adv, loss):
     settings = [f"algorithm.adv_estimator={adv}", f"actor_rollout_ref.actor.policy_loss.loss_mode={loss}"]
     settings += ["actor_rollout_ref.rollout.n=4", "data.train_files=a.parquet"]

@@ -39,6 +39,13 @@ VALUES = [
     # Each loss has settings of its own.
     ({f"{ALGORITHM}policy_loss_type": "cispo"}, {"algorithm.clip_low": 1.0, "algorithm.clip_high": 4.0}),
     ({f"{ALGORITHM}policy_loss_type": "sapo", f"{ALGORITHM}sapo__tau_neg": 1.2}, {"algorithm.sapo_temperature_neg": 1.2}),
+    ({f"{ALGORITHM}policy_loss_type": "cispo", f"{ALGORITHM}cispo__cispo_anchor": "rollout"},
+     {"algorithm.trust_region": "behaviour", "algorithm.correction": "none"}),
+    ({f"{ALGORITHM}policy_loss_type": "dppo", f"{ALGORITHM}eps_clip_low": 0.1, f"{ALGORITHM}dppo__delta_high": 0.3},
+     {"algorithm.surrogate": "dppo_tv", "algorithm.clip_low": 0.2, "algorithm.clip_high": 0.3,
+      "algorithm.trust_region": "behaviour"}),
+    ({f"{ALGORITHM}policy_loss_type": "dppo", f"{ALGORITHM}dppo__dppo_type": "binary_kl"},
+     {"algorithm.surrogate": "dppo_kl"}),
     ({f"{ALGORITHM}policy_loss_type": "kl_cov"}, {"algorithm.cov_ratio": 0.2, "algorithm.cov_kl_coef": 1.0}),
     ({f"{ALGORITHM}policy_loss_type": "clip_cov"}, {"algorithm.cov_ratio": 2e-4, "algorithm.cov_bounds": [1.0, 5.0]}),
     ({f"{OFF_POLICY}tis_ratio_type": "token", f"{OFF_POLICY}token_tis_ratio_clip_high": 3.0},

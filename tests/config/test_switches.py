@@ -18,6 +18,7 @@ from shardproof.errors import ConfigError
 from tests.rl.runs import TINY
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
+SURROGATES = ("clip", "cispo", "sapo", "clip_cov", "kl_cov", "geo_mean", "dppo_tv", "dppo_kl")
 SAMPLING = [name for name, spec in SPECS.items() if spec.samples]
 
 
@@ -64,7 +65,7 @@ def test_a_name_and_a_preset_stand_for_values(given, expected):
     [
         *({"aggregation": how} for how in ("token_mean", "sequence_mean", "sequence_sum", "constant")),
         *({"scale": scale} for scale in ("off", "sample", "population")),
-        *({"surrogate": each} for each in ("clip", "cispo", "sapo", "clip_cov", "kl_cov")),
+        *({"surrogate": each} for each in SURROGATES),
         {"clip_low": 0.1, "clip_high": 0.3},
         {"ratio": "sequence"},
         {"baseline": "leave_one_out"},
@@ -76,7 +77,7 @@ def test_each_switch_can_be_set_alone(name, given):
     key = next(iter(given))
     refused = {
         "clip_low": ("sapo", "kl_cov"),
-        "ratio": ("clip_cov", "kl_cov"),
+        "ratio": ("clip_cov", "kl_cov", "gmpo", "dppo"),
         "baseline": ("ppo",),
     }.get(key, ())
     if name in refused:
@@ -94,6 +95,11 @@ def test_each_switch_can_be_set_alone(name, given):
         ({"baseline": "off", "scale_over": "group"}, "scale_over='group' with baseline='off'"),
         ({"baseline": "greedy", "compared_over": "batch"}, "compared_over='batch' is for baseline='mean'"),
         ({"compared_over": "batch", "scale_over": "group"}, "divided by nothing"),
+        ({"name": "dppo", "dual_clip": 1.0}, "dual_clip=1.0 must be above 1, the ratio of"),
+        (
+            {"name": "gmpo", "dual_clip": 3.0},
+            "dual_clip is for surrogate='clip', 'dppo_tv' or 'dppo_kl', not for 'geo_mean'",
+        ),
         ({"dual_clip": 1.1}, "dual_clip=1.1 must be above 1 + clip_high, which is 1.2"),
         ({"name": "cispo", "dual_clip": 3.0}, "dual_clip is for surrogate='clip'"),
         ({"name": "kl_cov", "ratio": "sequence"}, "needs ratio='token'"),

@@ -268,7 +268,8 @@ COMPARED = {
     "dr_grpo": ("mean", None, 0.0),
     "rloo": ("others", None, 0.0),
     **dict.fromkeys(("luspo", "sapo"), ("mean", statistics.stdev, 1e-4)),
-    **dict.fromkeys(("clip_cov", "kl_cov"), ("mean", statistics.stdev, 1e-6)),
+    **dict.fromkeys(("gmpo", "clip_cov", "kl_cov"), ("mean", statistics.stdev, 1e-6)),
+    "dppo": ("mean", None, 0.0),
 }
 OVER_TOKENS = {
     "reinforce_pp": (statistics.pstdev, 1e-8),

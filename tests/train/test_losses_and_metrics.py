@@ -86,6 +86,9 @@ def test_tokens_that_the_dual_clip_holds_back_count_as_clipped():
         ("clipped", SurrogateSettings(), 0.0, 0.0),
         ("sapo", SurrogateSettings(), 1.0, -4.0),
         ("kl_cov", SurrogateSettings(), 0.0, 0.0),
+        ("geo_mean", SurrogateSettings(), 1.0, -math.exp(0.2)),
+        ("dppo_tv", SurrogateSettings(), 1.0, 0.0),
+        ("dppo_kl", SurrogateSettings(), 1.0, 0.0),
     ],
 )
 def test_a_ratio_beyond_float32_leaves_no_gradient_where_it_does_not_count(
@@ -106,6 +109,15 @@ def test_a_ratio_beyond_float32_leaves_no_gradient_where_it_does_not_count(
     assert loss.tolist() == pytest.approx([wanted] * 4)
     (gradient,) = torch.autograd.grad(loss.sum(), logps)
     assert not gradient.any() and metrics["ratio/max"].isfinite().all()
+
+
+@pytest.mark.parametrize("surrogate", ["dppo_tv", "dppo_kl"])
+def test_a_token_that_became_certain_has_moved_too_far(surrogate):
+    """Rounding may lift the log-prob of a certain token above 0."""
+    logps = torch.tensor([0.0, 1e-7], requires_grad=True)
+    rows = columns(advantages=[1.0, 1.0], old_logps=[-0.7, -0.7], mask=[1.0, 1.0], sequence=[0.0, 0.0])
+    loss, metrics = policy_gradient(surrogate=surrogate).function(Scored(logps, EMPTY, EMPTY), rows)
+    assert loss.tolist() == [0.0, 0.0] and metrics["clip_fraction"].tolist() == [1.0, 1.0]
 
 
 def test_policy_gradient_adds_the_kl_and_takes_the_entropy():

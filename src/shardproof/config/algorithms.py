@@ -12,7 +12,14 @@ from typing import Any, Literal
 
 PER_COMPLETION = ("mean", "leave_one_out")  # baselines of a completion; the others are of a token's return
 UNCLIPPED = ("sapo", "kl_cov")  # surrogates without a clip
-CHOOSING = ("clip_cov", "kl_cov")  # surrogates that choose tokens, each by its own ratio
+BY_TOKEN = (
+    "clip_cov",
+    "kl_cov",
+    "geo_mean",
+    "dppo_tv",
+    "dppo_kl",
+)  # surrogates that look at each token's own ratio
+BOUNDED = ("clip", "dppo_tv", "dppo_kl")  # surrogates that know a largest ratio, dual_clip
 NOTHING: Mapping[str, Any] = {}
 
 
@@ -133,6 +140,19 @@ SPECS: dict[str, AlgorithmSpec] = {
         trl=NOTHING,
         verl=NOTHING,
     ),
+    "gmpo": AlgorithmSpec(
+        compares_group=True,
+        weights="sequence_mean",
+        clip_high=0.4,
+        switches={"surrogate": "geo_mean", "clip_low": 0.4, **_OF_VERL},
+        verl=NOTHING,
+    ),
+    "dppo": AlgorithmSpec(
+        compares_group=True,
+        weights="constant",
+        switches={"surrogate": "dppo_tv", **_UNSCALED},
+        verl=_UNSCALED,
+    ),
     "clip_cov": AlgorithmSpec(
         compares_group=True, switches={"surrogate": "clip_cov", **_OF_VERL}, verl=NOTHING
     ),
@@ -177,9 +197,9 @@ def _of_surrogate(values: Mapping[str, Any], surrogate: str) -> dict[str, Any]:
     of_another = values["surrogate"] == "cispo" != surrogate
     without = ("clip_low", "clip_high") if surrogate in UNCLIPPED or of_another else ()
     found = {key: value for key, value in values.items() if key not in without}
-    if surrogate != "clip":
+    if surrogate not in BOUNDED:
         found["dual_clip"] = 0.0
-    return found | ({"ratio": "token"} if surrogate in CHOOSING else {})
+    return found | ({"ratio": "token"} if surrogate in BY_TOKEN else {})
 
 
 def fill_in(data: Mapping[str, Any]) -> dict[str, Any]:

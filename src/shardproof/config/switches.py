@@ -7,7 +7,8 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import field_validator, model_validator
 
 from shardproof.config.algorithms import (
-    CHOOSING,
+    BOUNDED,
+    BY_TOKEN,
     PER_COMPLETION,
     SPECS,
     UNCLIPPED,
@@ -65,18 +66,21 @@ class Switches(Section):
     ratio: Literal["token", "sequence", "product"] | None = None
     """The ratio of new to old probability: of each token, of the sequence as the geometric mean of its tokens'
     (`gspo`), or of the sequence as their product. By default the algorithm's own."""
-    surrogate: Literal["clip", "cispo", "sapo", "clip_cov", "kl_cov"] | None = None
-    """What is made of ratio and advantage: the clipped objective of PPO, or that of the algorithm with this name.
-    By default the algorithm's own."""
+    surrogate: (
+        Literal["clip", "cispo", "sapo", "clip_cov", "kl_cov", "geo_mean", "dppo_tv", "dppo_kl"] | None
+    ) = None
+    """What is made of ratio and advantage: the clipped objective of PPO, that of the algorithm with this name, that of
+    `gmpo` (`"geo_mean"`), or one of the two of `dppo`. By default the algorithm's own."""
     clip_low: Annotated[float, Bound(gt=0.0, le=1.0)] = 0.2
     """How far the ratio of new to old probability may fall below 1 before it is clipped. For `cispo` 1.0, no bound;
-    with a `preset` of `gspo` 0.0003."""
+    with a `preset` of `gspo` 0.0003. For `gmpo` 0.4, how far the ratio's logarithm may fall below 0; for `dppo` how far
+    the probability may fall, as a divergence."""
     clip_high: Limit | None = None
-    """How far the ratio may rise above 1 before it is clipped. By default the algorithm's own: 0.28 for
-    `dapo` and `cispo`, `clip_low` for the others."""
+    """How far the ratio may rise above 1 before it is clipped, or what `clip_low` says of `gmpo` and `dppo`. By default
+    the algorithm's own: 0.28 for `dapo` and `cispo`, `clip_low` for the others."""
     dual_clip: Annotated[float, Bound(ge=0.0, le=1e6)] | None = None
-    """Largest ratio that counts where the advantage is negative (verl's `clip_ratio_c`, TRL's `delta`); 0 for no such
-    bound. By default the algorithm's own: none, or 3.0 with `preset = "verl"`."""
+    """Largest ratio that counts where the advantage is negative (verl's `clip_ratio_c`, TRL's `delta`), for `dppo`
+    wherever; 0 for no such bound. By default the algorithm's own: none, or 3.0 with `preset = "verl"`."""
     sapo_temperature_pos: Limit = 1.0
     """Temperature of the soft gate where the advantage is positive, for `surrogate = "sapo"`."""
     sapo_temperature_neg: Limit = 1.05
@@ -152,18 +156,22 @@ def _loss_problem(settings: Switches) -> str | None:
     for key, owners in _OF_SURROGATES.items():
         if surrogate not in owners and getattr(settings, key) != type(settings).model_fields[key].default:
             return f"{key} is for surrogate={owners[0]!r}, not for {surrogate!r}"
-    if surrogate in CHOOSING and settings.ratio not in (None, "token"):
-        return f"ratio={settings.ratio!r}: surrogate={surrogate!r} chooses tokens and needs ratio='token'"
+    if surrogate in BY_TOKEN and settings.ratio not in (None, "token"):
+        return (
+            f"ratio={settings.ratio!r}: surrogate={surrogate!r} looks at each token and needs ratio='token'"
+        )
     clips = settings.clip_low != 0.2 or settings.clip_high not in (None, 0.2)
     if surrogate in UNCLIPPED and clips:
         return f"clip_low and clip_high: surrogate={surrogate!r} has no clip; remove them"
     if surrogate == "clip_cov" and not settings.cov_bounds[0] < settings.cov_bounds[1]:
         return f"cov_bounds: the first must be below the second, not {settings.cov_bounds}"
-    if settings.dual_clip and surrogate != "clip":
-        return f"dual_clip is for surrogate='clip', not for {surrogate!r}"
+    if settings.dual_clip and surrogate not in BOUNDED:
+        return f"dual_clip is for surrogate='clip', 'dppo_tv' or 'dppo_kl', not for {surrogate!r}"
     high = settings.clip_high if settings.clip_high is not None else settings.clip_low
-    if settings.dual_clip and settings.dual_clip <= 1.0 + high:
+    if settings.dual_clip and surrogate == "clip" and settings.dual_clip <= 1.0 + high:
         return f"dual_clip={settings.dual_clip} must be above 1 + clip_high, which is {1.0 + high:g}"
+    if settings.dual_clip and settings.dual_clip <= 1.0:
+        return f"dual_clip={settings.dual_clip} must be above 1, the ratio of tokens whose probability is what it was"
     return None
 
 

@@ -25,14 +25,18 @@ def ratio_of(logps: torch.Tensor, old: torch.Tensor, columns: Columns, level: st
     "token": its own. "sequence": the geometric mean of its sequence's, as in GSPO. "product": the product of its
     sequence's, which is the ratio of the whole completion. The gradient of the last two reaches every token.
     """
+    return _ratio(logps - old, columns, level)
+
+
+def _ratio(log_ratio: torch.Tensor, columns: Columns, level: str) -> torch.Tensor:
     if level == "token":
-        return _exp(logps - old)
+        return _exp(log_ratio)
     sequence, counted = columns["sequence"].long(), columns["mask"]
-    num = len(logps)  # at least one token each: an upper bound that needs no wait for the device
-    sums = torch.zeros(num, device=logps.device).index_add(0, sequence, (logps - old) * counted)
+    num = len(log_ratio)  # at least one token each: an upper bound that needs no wait for the device
+    sums = torch.zeros(num, device=log_ratio.device).index_add(0, sequence, log_ratio * counted)
     if level == "product":
         return _exp(sums)[sequence]
-    counts = torch.zeros(num, device=logps.device).index_add(0, sequence, counted)
+    counts = torch.zeros(num, device=log_ratio.device).index_add(0, sequence, counted)
     return _exp(sums / counts.clamp(min=1.0))[sequence]
 
 
@@ -89,9 +93,50 @@ class SoftGate:
         return -torch.sigmoid(t * (ratio - 1.0)) * 4.0 / t * advantages, torch.zeros_like(ratio)
 
 
-def clip_cov(
+def geometric_mean(
     logps: torch.Tensor, old: torch.Tensor, columns: Columns, low: float, high: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> Found:
+    """GMPO: -A times the geometric mean of the completion's ratios, each clipped within exp(-low) and exp(high).
+
+    As in PPO, the clip holds back what would raise the objective, and nothing else.
+    """
+    advantages, log_ratio = columns["advantages"], logps - old
+    bounded = log_ratio.clamp(-low, high)
+    nearer = torch.where(advantages > 0, torch.minimum(log_ratio, bounded), torch.maximum(log_ratio, bounded))
+    return -_ratio(nearer, columns, "sequence") * advantages, (nearer != log_ratio).float().detach()
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """DPPO: -stop_gradient(r) A logp, and 0 for tokens whose probability has moved too far to where A would move it.
+
+    How far is the divergence of two coins, one that shows the token and one that does not: by "tv" the difference p - q of
+    new and old probability, by "kl" KL(q || p). With a `most`, larger ratios count as this.
+    """
+
+    kind: str = "tv"
+    most: float = 0.0  # 0: no such bound
+
+    def __call__(
+        self, logps: torch.Tensor, old: torch.Tensor, columns: Columns, low: float, high: float
+    ) -> Found:
+        advantages, now = columns["advantages"], logps.detach()
+        ratio = ratio_of(now, old, columns, "token")
+        moved = torch.exp(now) - torch.exp(old)
+        distance = moved.abs() if self.kind == "tv" else coin_kl(old, now)
+        too_far = torch.where(advantages > 0, (moved > 0) & (distance > high), (moved < 0) & (distance > low))
+        weight = torch.where(too_far, 0.0, ratio.clamp(max=self.most) if self.most else ratio)
+        return -weight * advantages * logps, (weight != ratio).float()
+
+
+def coin_kl(logq: torch.Tensor, logp: torch.Tensor) -> torch.Tensor:
+    """KL(q || p) of two coins that show heads with the probabilities exp(logq) and exp(logp)."""
+    q, p = (torch.exp(x).clamp(max=1.0) for x in (logq, logp))  # rounding may lift log-probs above 0
+    tiny = 1e-8  # a token that is certain leaves nothing for the other side
+    return q * (logq - logp) + (1.0 - q) * torch.log((1.0 - q + tiny) / (1.0 - p + tiny))
+
+
+def clip_cov(logps: torch.Tensor, old: torch.Tensor, columns: Columns, low: float, high: float) -> Found:
     """Clip-Cov: PPO's loss without the tokens of the column `chosen`."""
     loss, clipped = Clip()(logps, old, columns, low, high)
     chosen = columns["chosen"]
@@ -120,8 +165,12 @@ SURROGATES: dict[str, Surrogate] = {
     "sapo": SoftGate(),
     "clip_cov": clip_cov,
     "kl_cov": HeldBack(),
+    "geo_mean": geometric_mean,
+    "dppo_tv": Divergence("tv"),
+    "dppo_kl": Divergence("kl"),
 }
 CHOOSES = ("clip_cov", "kl_cov")  # those that need the column `chosen`
+_DIVERGENCES = {"dppo_tv": "tv", "dppo_kl": "kl"}
 
 
 @dataclass(frozen=True)
@@ -129,7 +178,7 @@ class SurrogateSettings:
     """What surrogates have besides their clip range."""
 
     ratio: str = "token"
-    dual_clip: float = 0.0
+    dual_clip: float = 0.0  # of DPPO: the largest ratio that counts
     temperatures: tuple[float, float] = (1.0, 1.05)  # of SAPO: where the advantage is positive, and where not
     cov_kl_coef: float = 0.1
 
@@ -146,9 +195,10 @@ def find_surrogate(surrogate: str | Surrogate, settings: SurrogateSettings, high
         return surrogate
     found = SURROGATES[choose("loss", "surrogate", surrogate, SURROGATES)]
     if settings.dual_clip:
-        require_number("loss", "dual_clip", settings.dual_clip, above=1.0 + high)
-        if surrogate != "clipped":
+        if surrogate not in ("clipped", *_DIVERGENCES):
             raise fail("C001", "loss", f"dual_clip is for surrogate='clipped', not for {surrogate!r}.")
+        least = 1.0 + high if surrogate == "clipped" else 1.0
+        require_number("loss", "dual_clip", settings.dual_clip, above=least)
     if surrogate == "clipped":
         return Clip(settings.ratio, settings.dual_clip)
     if surrogate == "cispo":
@@ -160,6 +210,8 @@ def find_surrogate(surrogate: str | Surrogate, settings: SurrogateSettings, high
         return SoftGate(settings.ratio, positive, negative)
     if settings.ratio != "token":
         raise fail("C001", "loss", f"ratio={settings.ratio!r} is not for surrogate={surrogate!r}.")
+    if surrogate in _DIVERGENCES:
+        return Divergence(_DIVERGENCES[surrogate], settings.dual_clip)
     if surrogate == "kl_cov":
         return HeldBack(require_number("loss", "cov_kl_coef", settings.cov_kl_coef, at_least=0))
     return found

@@ -88,6 +88,12 @@ def draw(
     return with_failures(drawn) if failed else drawn
 
 
+def with_probabilities(drawn: Drawn) -> Drawn:
+    """The same with log-probs of at most -0.01: DPPO asks for the probability of all other tokens."""
+    logps, old = ([row.clamp(max=-0.01) for row in rows] for rows in (drawn.logps, drawn.old))
+    return replace(drawn, logps=logps, old=old)
+
+
 def ended(tokens: list[int], longest: int) -> list[int]:
     """The tokens of a completion with an end, unless it was cut off at the limit."""
     said = [token + 2 if token <= END else token for token in tokens]

@@ -91,16 +91,25 @@ def expected(drawn, s, chosen, leaves):
         d, length = x - old, drawn.lengths[i]
         r = torch.exp({"token": d, "sequence": d.mean(), "product": d.sum()}[s.ratio]).expand(length)
         clipped = torch.maximum(-r * a, -r.clamp(1 - low, 1 + high) * a)
-        if s.dual_clip:
+        if s.dual_clip and s.surrogate == "clip":
             clipped = torch.where(a < 0, torch.minimum(clipped, -s.dual_clip * a), clipped)
         t = torch.where(a > 0, s.sapo_temperature_pos, s.sapo_temperature_neg)
         held = torch.tensor(chosen[i])
+        nearer = torch.where(a > 0, d.clamp(max=high), torch.where(a < 0, d.clamp(min=-low), d))
+        p, q = x.detach().exp(), old.exp()
+        coin = q * (q / p).log() + (1 - q) * ((1 - q + 1e-8) / (1 - p + 1e-8)).log()
+        moved = {"dppo_kl": coin}.get(s.surrogate, (p - q).abs())
+        stays = ~(((a > 0) & (p > q) & (moved > high)) | ((a < 0) & (p < q) & (moved > low)))
+        capped = d.detach().exp().clamp(max=s.dual_clip or 1e9)
         row = {
             "clip": clipped,
             "cispo": -r.detach().clamp(1 - low, 1 + high) * a * x,
             "sapo": -4 / t / (1 + torch.exp(-t * (r - 1))) * a,
             "clip_cov": clipped * (1 - held),
             "kl_cov": -torch.exp(d) * a + s.cov_kl_coef * d.abs() * held,
+            "geo_mean": -nearer.mean().exp() * a,
+            "dppo_tv": -capped * a * x * stays,
+            "dppo_kl": -capped * a * x * stays,
         }[s.surrogate]
         if s.kl_coef and s.kl_in == "loss":
             row = row + s.kl_coef * 0.5 * (x - drawn.ref[i].double()) ** 2

@@ -13,7 +13,7 @@ from shardproof.rl.algorithms.presets import PolicyGradient
 from shardproof.rl.algorithms.registry import ALGORITHMS
 from shardproof.train.loss import Scored
 from tests.ranks import run_ranks
-from tests.rl.parity.cases import algorithm_of, batch_of, draw, ours, prepared
+from tests.rl.parity.cases import algorithm_of, batch_of, draw, ours, prepared, with_probabilities
 from tests.rl.parity.formulas import expected, expected_advantages, expected_chosen, may_be_chosen
 from tests.rl.parity.steps import advantages_on_rank, chosen_on_rank
 
@@ -32,6 +32,15 @@ CASES = {name: {"name": name} for name in NAMES} | {
     "tokens": {"name": "grpo", "scale_over": "tokens"},
     "product in dapo": {"name": "dapo", "ratio": "product"},
     "dual clip in ppo": {"name": "ppo", "dual_clip": 1.3, "clip_low": 0.1},
+    "DPPO by KL": {
+        "name": "dppo",
+        "surrogate": "dppo_kl",
+        "clip_low": 0.02,
+        "clip_high": 0.03,
+        "dual_clip": 1.3,
+    },
+    "DPPO with narrow bounds": {"name": "dppo", "clip_low": 0.03, "clip_high": 0.05},
+    "GMPO over tokens": {"name": "gmpo", "clip_low": 0.1, "clip_high": 0.2, "aggregation": "token_mean"},
     "KL in the reward": {"name": "dapo", "kl_coef": 0.2, "kl_in": "reward", "kl_estimator": "k1"},
     "KL in the loss": {"name": "dr_grpo", "kl_coef": 0.2, "kl_estimator": "k2"},
 }
@@ -49,7 +58,7 @@ def test_loss_gradient_and_advantages_are_those_of_the_formula(case):
     settings = CASES[case] | ({"cov_ratio": 0.1} if "_cov" in case else {})
     settings |= {"cov_bounds": (0.05, 0.5)} if "clip_cov" in case else {}
     for seed in range(3):
-        drawn = draw(seed, failed=seed == 2)
+        drawn = with_probabilities(draw(seed, failed=seed == 2))
         algorithm = algorithm_of(**settings)
         s = algorithm.settings
         advantages = expected_advantages(drawn, s)

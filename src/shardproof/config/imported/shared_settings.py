@@ -107,3 +107,11 @@ def as_policy(draft: Draft, foreign: Foreign, critic: str, policy: str, own: Map
         meant = foreign.take(f"{policy}.{key}", default)
         if value is not None and value != meant:
             draft.gaps[f"{critic}.{key}={value!r}"] = f"the critic has the policy's, which is {meant!r}"
+
+
+def measure_from_engine(draft: Draft, origin: str) -> None:
+    """Ratios that are measured from what the engine drew with."""
+    draft.put("algorithm.trust_region", "behaviour", origin)
+    draft.put("algorithm.correction", "none", f"{origin}: the ratio is the correction")
+    for key in ("tis_cap", "icepop_bounds"):
+        draft.values.pop(f"algorithm.{key}", None)

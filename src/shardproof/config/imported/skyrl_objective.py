@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shardproof.config.imported.draft import Draft, Foreign, Same, copy
-from shardproof.config.imported.shared_settings import as_policy, whole
+from shardproof.config.imported.shared_settings import as_policy, measure_from_engine, whole
 
 _NAMES = {"grpo": "grpo", "gae": "ppo", "rloo": "rloo", "reinforce++": "reinforce_pp"}
 _AGGREGATIONS = {
@@ -19,6 +19,7 @@ _LOSSES = {
     "cispo": {"surrogate": "cispo"},
     "clip_cov": {"surrogate": "clip_cov"},
     "kl_cov": {"surrogate": "kl_cov"},
+    "dppo": {"surrogate": "dppo_tv"},
 }
 _ALGORITHM = "trainer.algorithm"
 # Of the critic's optimizer, with SkyRL's own values.
@@ -33,6 +34,12 @@ _CLIP = (
     Same(f"{_ALGORITHM}.eps_clip_low", "algorithm.clip_low", 0.2, float),
     Same(f"{_ALGORITHM}.eps_clip_high", "algorithm.clip_high", 0.2, float),
 )
+
+
+def _divergence_of_dppo(kind: str) -> str:
+    return kind.replace("binary", "dppo")
+
+
 # The settings of each loss; a loss without any has the clip.
 _OF_LOSSES = {
     "cispo": (
@@ -47,6 +54,11 @@ _OF_LOSSES = {
     "kl_cov": (
         Same(f"{_ALGORITHM}.kl_cov.kl_cov_frac", "algorithm.cov_ratio", 0.2, float),
         Same(f"{_ALGORITHM}.kl_cov.ppo_kl_coef", "algorithm.cov_kl_coef", 1.0, float),
+    ),
+    "dppo": (
+        Same(f"{_ALGORITHM}.dppo.dppo_type", "algorithm.surrogate", "binary_tv", _divergence_of_dppo),
+        Same(f"{_ALGORITHM}.dppo.delta_low", "algorithm.clip_low", 0.2, float),
+        Same(f"{_ALGORITHM}.dppo.delta_high", "algorithm.clip_high", 0.2, float),
     ),
 }
 
@@ -127,8 +139,7 @@ def _loss(draft: Draft, foreign: Foreign) -> None:
             float(foreign.take(f"{root}.clip_cov_ub", 5.0)),
         ]
         draft.put("algorithm.cov_bounds", bounds, f"{root}.clip_cov_lb, clip_cov_ub")
-    draft.lack(foreign, f"{_ALGORITHM}.cispo.cispo_anchor", "see algorithm.trust_region", unless=("old",))
-    for other in ("cispo", "sapo", "clip_cov", "kl_cov", "dppo"):
+    for other in {"cispo", "sapo", "clip_cov", "kl_cov", "dppo"} - {loss}:
         draft.skip(foreign, f"{_ALGORITHM}.{other}.*", f"the loss is {loss!r}")
     for row in _CLIP:
         foreign.take(row.theirs)
@@ -155,6 +166,12 @@ def _updates(draft: Draft, foreign: Foreign) -> None:
 def _correction(draft: Draft, foreign: Foreign) -> None:
     """For what engines drew with other probabilities than the trainer's: today's section, and the keys before it."""
     root = f"{_ALGORITHM}.off_policy_correction"
+    anchor = f"{_ALGORITHM}.cispo.cispo_anchor"
+    surrogate = draft.values.get("algorithm.surrogate", "")
+    if surrogate.startswith("dppo") or (surrogate == "cispo" and foreign.take(anchor) == "rollout"):
+        measure_from_engine(draft, f"{_ALGORITHM}.policy_loss_type")
+        draft.lack(foreign, f"{root}.tis_ratio_type", "the ratio is the correction")
+        return
     kind = foreign.take(f"{root}.tis_ratio_type")
     before = float(foreign.take(f"{_ALGORITHM}.tis_imp_ratio_cap", -1.0))
     if kind is None and foreign.take(f"{_ALGORITHM}.use_tis", False):

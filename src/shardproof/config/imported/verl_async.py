@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from shardproof.config.imported.draft import Draft, Foreign
-from shardproof.config.imported.verl_objective import ACTOR, measure_from_engine
+from shardproof.config.imported.shared_settings import measure_from_engine
+from shardproof.config.imported.verl_objective import ACTOR
 
 _OWN, _SERVERS = "async_training", "rollout"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shardproof.config.imported.draft import Draft, Foreign, Same, copy
-from shardproof.config.imported.shared_settings import whole
+from shardproof.config.imported.shared_settings import measure_from_engine, whole
 
 ACTOR = "actor_rollout_ref.actor"
 _NAMES = {
@@ -28,7 +28,8 @@ _LOSSES = {
     "clip_cov": {"surrogate": "clip_cov"},
     "kl_cov": {"surrogate": "kl_cov"},
 }
-_LOSSES |= {"sapo": {"surrogate": "sapo"}, "cispo": {"surrogate": "cispo"}, "vanilla": {}}
+_LOSSES |= {name: {"surrogate": name} for name in ("sapo", "cispo", "geo_mean", "dppo_tv", "dppo_kl")}
+_LOSSES |= {"vanilla": {}}
 
 
 def objective(draft: Draft, foreign: Foreign) -> None:
@@ -69,7 +70,7 @@ def _algorithm(draft: Draft, foreign: Foreign) -> None:
         ]
         copy(draft, foreign, ends)
     draft.skip(foreign, f"{ACTOR}.tau_*", f"the loss is {loss!r}")
-    if loss in ("gspo", "sapo"):  # which take this mean whatever the other keys say
+    if loss in ("gspo", "sapo", "geo_mean"):  # which take this mean whatever the other keys say
         draft.put("algorithm.aggregation", "sequence_mean", f"{ACTOR}.policy_loss.loss_mode")
     if loss not in _LOSSES:
         draft.gaps[f"{ACTOR}.policy_loss.loss_mode={loss!r}"] = "the clipped objective is used"
@@ -100,7 +101,7 @@ def _clip(draft: Draft, foreign: Foreign, loss: str) -> None:
             float(foreign.take(f"{ACTOR}.clip_ratio_high", clip)),
             f"{ACTOR}.clip_ratio_high",
         )
-    if loss == "vanilla":
+    if loss in ("vanilla", "dppo_tv", "dppo_kl"):
         draft.put(
             "algorithm.dual_clip", float(foreign.take(f"{ACTOR}.clip_ratio_c", 3.0)), f"{ACTOR}.clip_ratio_c"
         )
@@ -230,11 +231,3 @@ def _correction(draft: Draft, foreign: Foreign) -> None:
 def _bypass(draft: Draft, foreign: Foreign, root: str) -> None:
     measure_from_engine(draft, f"{root}.bypass_mode")
     draft.lack(foreign, f"{root}.loss_type", "the clipped objective is used", unless=("ppo_clip",))
-
-
-def measure_from_engine(draft: Draft, origin: str) -> None:
-    """Ratios that are measured from what the engine drew with."""
-    draft.put("algorithm.trust_region", "behaviour", origin)
-    draft.put("algorithm.correction", "none", f"{origin}: the ratio is the correction")
-    for key in ("tis_cap", "icepop_bounds"):
-        draft.values.pop(f"algorithm.{key}", None)
