@@ -37,6 +37,7 @@ warmup_ratio: 0.03
 sync_ref_model: true
 ref_model_sync_steps: 64
 top_entropy_quantile: 0.2
+neftune_noise_alpha: 5
 logging_steps: 1
 """
 VERL_CONFIG = """
@@ -105,8 +106,8 @@ def test_trl(tmp_path):
         ("math_verify", 1.0),
         ("lib.rewards:style", 0.2),
     ]
-    assert list(made.draft.gaps) == ["top_entropy_quantile=0.2"]
-    assert "top_entropy_quantile" in made.text
+    assert list(made.draft.gaps) == ["neftune_noise_alpha=5"]
+    assert "entropy_share = 0.2  # top_entropy_quantile" in made.text
     assert list(made.draft.unneeded) == ["logging_steps"]
 
 

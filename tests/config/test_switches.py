@@ -76,8 +76,8 @@ def test_a_name_and_a_preset_stand_for_values(given, expected):
 def test_each_switch_can_be_set_alone(name, given):
     key = next(iter(given))
     refused = {
-        "clip_low": ("sapo", "kl_cov"),
-        "ratio": ("clip_cov", "kl_cov", "gmpo", "dppo"),
+        "clip_low": ("sapo", "vespo", "kl_cov"),
+        "ratio": ("vespo", "clip_cov", "kl_cov", "gmpo", "dppo"),
         "baseline": ("ppo",),
     }.get(key, ())
     if name in refused:
@@ -102,11 +102,14 @@ def test_each_switch_can_be_set_alone(name, given):
         ),
         ({"dual_clip": 1.1}, "dual_clip=1.1 must be above 1 + clip_high, which is 1.2"),
         ({"name": "cispo", "dual_clip": 3.0}, "dual_clip is for surrogate='clip'"),
-        ({"name": "kl_cov", "ratio": "sequence"}, "needs ratio='token'"),
+        ({"name": "kl_cov", "ratio": "sequence"}, "takes its own ratio"),
         ({"name": "sapo", "clip_high": 0.3}, "has no clip"),
         ({"name": "dapo", "surrogate": "sapo", "clip_high": 0.28}, "has no clip"),
-        ({"name": "gspo", "surrogate": "clip_cov", "ratio": "sequence"}, "needs ratio='token'"),
+        ({"name": "gspo", "surrogate": "clip_cov", "ratio": "sequence"}, "takes its own ratio"),
         ({"sapo_temperature_pos": 2.0}, "sapo_temperature_pos is for surrogate='sapo'"),
+        ({"vespo_k_neg": 2.0}, "vespo_k_neg is for surrogate='vespo'"),
+        ({"name": "vespo", "preset": "verl"}, "vespo has no variant of verl"),
+        ({"entropy_share": 0.0}, "greater than 0"),
         ({"name": "kl_cov", "cov_bounds": (0.5, 1.0)}, "cov_bounds is for surrogate='clip_cov'"),
         ({"name": "clip_cov", "cov_bounds": (2.0, 1.0)}, "the first must be below the second"),
         ({"name": "sft", "ratio": "token"}, "ratio is for algorithms that sample"),
@@ -132,6 +135,10 @@ def test_what_does_not_go_together_is_refused_by_name(given, said):
             "correction='tis' has nothing to correct",
         ),
         (["algorithm.credit=turn", "algorithm.compared_over=batch"], "algorithm.credit='turn'"),
+        (
+            ["algorithm.off_policy_limit=0.1", "rollout.top_p=0.9"],
+            "algorithm.off_policy_limit with rollout.top_p",
+        ),
     ],
 )
 def test_a_recipe_is_held_to_its_switches(overrides, said):
@@ -157,7 +164,7 @@ def table_row(name, preset):
     s = Algorithm(name=name, preset=preset)
     over = f"{s.baseline}, {s.compared_over}" if s.baseline in PER_COMPLETION else s.baseline
     scale = "off" if s.scale == "off" else f"{s.scale}, {s.scale_over}, {s.scale_eps:g}"
-    clip = "-" if s.surrogate in ("sapo", "kl_cov") else f"{s.clip_low:g}, {s.clip_high:g}"
+    clip = "-" if s.surrogate in ("sapo", "vespo", "kl_cov") else f"{s.clip_low:g}, {s.clip_high:g}"
     cells = [over, scale, s.ratio, s.surrogate, clip, f"{s.dual_clip:g}", s.aggregation]
     return f"| `{name}` | {preset or ''} | {' | '.join(cells)} |"
 

@@ -56,6 +56,11 @@ def test_the_old_name_of_updates_per_epoch_is_read():
         (["algorithm.success_on=['style']"], "'style' is not one of the rewards: exact_match"),
         (["algorithm.overlong=penalty"], "set overlong_from"),
         (["algorithm.overlong=mask", "algorithm.overlong_from=2"], "overlong_from is for overlong='penalty'"),
+        (["algorithm.name=sft", "algorithm.entropy_share=0.5"], "algorithm.entropy_share is not for sft"),
+        (
+            ["algorithm.name=sft", "algorithm.off_policy_limit=0.5"],
+            "algorithm.off_policy_limit is not for sft",
+        ),
         (["algorithm.critic_warmup_steps=1"], "grpo has no critic"),
         (["algorithm.gamma=0.9"], "with baseline='mean' all tokens of a completion have one return"),
         (["algorithm.name=remax", "algorithm.gae_lambda=0.5"], "algorithm.gae_lambda: remax has no critic"),

@@ -52,6 +52,13 @@ class Dynamics(Section):
     `"mask"`: completions that the length limit cut off count in no loss, but stay in their group's baseline.
     `"neither"`: they are trained on like others. By default `"penalty"` if `overlong_from` is set, else
     `"neither"`."""
+    off_policy_limit: Limit | None = None
+    """Completions with a negative advantage do not count in the loss if their log-probs have fallen by more than this, on
+    average over their tokens, since they were drawn (TRL's `off_policy_mask_threshold`). They stay in its denominators.
+    By default all count."""
+    entropy_share: Annotated[float, Bound(gt=0.0, le=1.0)] = 1.0
+    """Share of the batch's tokens that the policy learns from: those with the highest entropy (TRL's
+    `top_entropy_quantile`). The others stay in the loss's denominators. 1: all tokens."""
     success_threshold: Annotated[float, Bound(ge=-1e6, le=1e6)] = 1.0
     """Value of a reward function from which on a completion counts as solved, in `reward/solved`, pass rates and
     evaluations."""

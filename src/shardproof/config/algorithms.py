@@ -11,14 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 PER_COMPLETION = ("mean", "leave_one_out")  # baselines of a completion; the others are of a token's return
-UNCLIPPED = ("sapo", "kl_cov")  # surrogates without a clip
-BY_TOKEN = (
-    "clip_cov",
-    "kl_cov",
-    "geo_mean",
-    "dppo_tv",
-    "dppo_kl",
-)  # surrogates that look at each token's own ratio
+UNCLIPPED = ("sapo", "vespo", "kl_cov")  # surrogates without a clip
+# Surrogates that take a ratio of their own, which the switch `ratio` says nothing about.
+OWN_RATIO = ("vespo", "clip_cov", "kl_cov", "geo_mean", "dppo_tv", "dppo_kl")
 BOUNDED = ("clip", "dppo_tv", "dppo_kl")  # surrogates that know a largest ratio, dual_clip
 NOTHING: Mapping[str, Any] = {}
 
@@ -140,6 +135,9 @@ SPECS: dict[str, AlgorithmSpec] = {
         trl=NOTHING,
         verl=NOTHING,
     ),
+    "vespo": AlgorithmSpec(
+        compares_group=True, switches={"surrogate": "vespo", "scale": "sample"}, trl=NOTHING
+    ),
     "gmpo": AlgorithmSpec(
         compares_group=True,
         weights="sequence_mean",
@@ -199,7 +197,7 @@ def _of_surrogate(values: Mapping[str, Any], surrogate: str) -> dict[str, Any]:
     found = {key: value for key, value in values.items() if key not in without}
     if surrogate not in BOUNDED:
         found["dual_clip"] = 0.0
-    return found | ({"ratio": "token"} if surrogate in BY_TOKEN else {})
+    return found | ({"ratio": "token"} if surrogate in OWN_RATIO else {})
 
 
 def fill_in(data: Mapping[str, Any]) -> dict[str, Any]:

@@ -137,10 +137,15 @@ def _sampling(recipe: Sections) -> str | None:
         return "rollout.offload_policy: the sharded engine samples from the policy itself, which must stay on the device"
     if settings.overlong_from is not None and settings.overlong_from >= rollout.max_new_tokens:
         return "algorithm.overlong_from must be below rollout.max_new_tokens"
-    if not rollout.is_whole and (settings.correction == "mis" or settings.trust_region == "behaviour"):
-        key = "correction='mis'" if settings.correction == "mis" else "trust_region='behaviour'"
+    whole = {
+        "correction='mis'": settings.correction == "mis",
+        "trust_region='behaviour'": settings.trust_region == "behaviour",
+        "off_policy_limit": settings.off_policy_limit is not None,
+    }
+    asked = [key for key, is_set in whole.items() if is_set]
+    if asked and not rollout.is_whole:
         return (
-            f"algorithm.{key} with {rollout.shaped_by}: engines report probabilities of what they drew from, and the "
+            f"algorithm.{asked[0]} with {rollout.shaped_by}: engines report probabilities of what they drew from, and the "
             "ratio would mostly measure how that differs from the model; remove it, or use correction='tis' or 'icepop'"
         )
     if settings.dynamic_sampling and rollout.group_size < 2:

@@ -8,7 +8,7 @@ from pydantic import field_validator, model_validator
 
 from shardproof.config.algorithms import (
     BOUNDED,
-    BY_TOKEN,
+    OWN_RATIO,
     PER_COMPLETION,
     SPECS,
     UNCLIPPED,
@@ -29,6 +29,7 @@ ADVANTAGE_SWITCHES = ("baseline", "compared_over", "scale", "scale_over", "scale
 _OF_SURROGATES = {
     "sapo_temperature_pos": ("sapo",),
     "sapo_temperature_neg": ("sapo",),
+    **dict.fromkeys(("vespo_k_pos", "vespo_k_neg", "vespo_lambda_pos", "vespo_lambda_neg"), ("vespo",)),
     "cov_ratio": ("clip_cov", "kl_cov"),
     "cov_bounds": ("clip_cov",),
     "cov_kl_coef": ("kl_cov",),
@@ -67,7 +68,8 @@ class Switches(Section):
     """The ratio of new to old probability: of each token, of the sequence as the geometric mean of its tokens'
     (`gspo`), or of the sequence as their product. By default the algorithm's own."""
     surrogate: (
-        Literal["clip", "cispo", "sapo", "clip_cov", "kl_cov", "geo_mean", "dppo_tv", "dppo_kl"] | None
+        Literal["clip", "cispo", "sapo", "vespo", "clip_cov", "kl_cov", "geo_mean", "dppo_tv", "dppo_kl"]
+        | None
     ) = None
     """What is made of ratio and advantage: the clipped objective of PPO, that of the algorithm with this name, that of
     `gmpo` (`"geo_mean"`), or one of the two of `dppo`. By default the algorithm's own."""
@@ -85,6 +87,14 @@ class Switches(Section):
     """Temperature of the soft gate where the advantage is positive, for `surrogate = "sapo"`."""
     sapo_temperature_neg: Limit = 1.05
     """Temperature of the soft gate where the advantage is not positive, for `surrogate = "sapo"`."""
+    vespo_k_pos: Limit = 2.0
+    """Exponent of the ratio where the advantage is not negative, for `surrogate = "vespo"`."""
+    vespo_lambda_pos: Limit = 3.0
+    """How fast a large ratio loses weight where the advantage is not negative, for `surrogate = "vespo"`."""
+    vespo_k_neg: Limit = 3.0
+    """Exponent of the ratio where the advantage is negative, for `surrogate = "vespo"`."""
+    vespo_lambda_neg: Limit = 2.0
+    """How fast a large ratio loses weight where the advantage is negative, for `surrogate = "vespo"`."""
     cov_ratio: Annotated[float, Bound(gt=0.0, le=1.0)] = 0.0002
     """Share of the batch's tokens, at least one, that `surrogate = "clip_cov"` leaves out or `"kl_cov"` holds back,
     among those with the largest covariance of log-prob and advantage."""
@@ -156,10 +166,8 @@ def _loss_problem(settings: Switches) -> str | None:
     for key, owners in _OF_SURROGATES.items():
         if surrogate not in owners and getattr(settings, key) != type(settings).model_fields[key].default:
             return f"{key} is for surrogate={owners[0]!r}, not for {surrogate!r}"
-    if surrogate in BY_TOKEN and settings.ratio not in (None, "token"):
-        return (
-            f"ratio={settings.ratio!r}: surrogate={surrogate!r} looks at each token and needs ratio='token'"
-        )
+    if surrogate in OWN_RATIO and settings.ratio not in (None, "token"):
+        return f"ratio={settings.ratio!r}: surrogate={surrogate!r} takes its own ratio; remove the key"
     clips = settings.clip_low != 0.2 or settings.clip_high not in (None, 0.2)
     if surrogate in UNCLIPPED and clips:
         return f"clip_low and clip_high: surrogate={surrogate!r} has no clip; remove them"

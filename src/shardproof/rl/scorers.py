@@ -10,6 +10,7 @@ import torch
 from shardproof.config.schema import Recipe
 from shardproof.rl.algorithms.base import Algorithm
 from shardproof.rl.algorithms.distillation import TEACHER_LOGPS
+from shardproof.rl.algorithms.uncertainty import OLD_ENTROPY
 from shardproof.rl.teacher import Teacher
 from shardproof.rollout.experts import ExpertShape
 from shardproof.shard.sharded_model import ShardedModel
@@ -44,20 +45,34 @@ class Scorers:
             assert self.teacher is not None, "an algorithm that needs a teacher has one"
             found = self.teacher.logprobs(batch.sequences, self.temperature, size)
             batch = batch.with_column(TEACHER_LOGPS, found)
-        if "old_logps" in wanted:
-            found = logprobs(
-                self.policy,
-                batch.sequences,
-                self.temperature,
-                micro_batch_tokens=size,
-                experts=batch.experts,
-            )
-            batch = batch.with_column("old_logps", _on_host(found))
+        if {"old_logps", OLD_ENTROPY} & wanted:
+            found, entropy = self._policys(batch, OLD_ENTROPY in wanted)
+            if "old_logps" in wanted:
+                batch = batch.with_column("old_logps", _on_host(found))
+            if OLD_ENTROPY in wanted:
+                batch = batch.with_column(OLD_ENTROPY, _on_host(entropy))
         if "values" in wanted:
             assert self.critic is not None, "an algorithm that needs values has a critic"
             found = values(self.critic, batch.sequences, micro_batch_tokens=size)
             batch = batch.with_column("values", _on_host(found))
         return batch
+
+    def _policys(self, batch: Batch, wants_entropy: bool) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """(log-probs, entropies, if they are wanted) of the policy as it is now."""
+        size, sequences = self.micro_batch_tokens, batch.sequences
+        if wants_entropy:
+            return logprobs(
+                self.policy,
+                sequences,
+                self.temperature,
+                entropy=True,
+                micro_batch_tokens=size,
+                experts=batch.experts,
+            )
+        found = logprobs(
+            self.policy, sequences, self.temperature, micro_batch_tokens=size, experts=batch.experts
+        )
+        return found, []
 
 
 def _on_host(rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:

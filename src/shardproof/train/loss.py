@@ -18,6 +18,7 @@ from shardproof.train.surrogates import (
     SurrogateSettings,
     find_surrogate,
     ratio_of,
+    sequence_mean,
 )
 
 
@@ -31,6 +32,7 @@ class Scored:
 
 
 Columns = Mapping[str, torch.Tensor]
+UNCERTAIN = "uncertain"  # a column: 1.0 for tokens whose entropy is among the highest of the batch
 LossFunction = Callable[[Scored, Columns], tuple[torch.Tensor, dict[str, torch.Tensor]]]
 
 
@@ -65,6 +67,15 @@ def kl_estimate(logps: torch.Tensor, ref_logps: torch.Tensor, kind: str) -> torc
     return torch.exp(-difference) + difference - 1.0
 
 
+def off_policy(logps: torch.Tensor, drawn: torch.Tensor, columns: Columns, limit: float) -> torch.Tensor:
+    """1.0 for tokens with a negative advantage in sequences that have become less likely by more than `limit` per token.
+
+    `drawn` are the log-probs with which they were drawn.
+    """
+    fallen = sequence_mean(drawn - logps, columns) > limit
+    return (fallen & (columns["advantages"] < 0)).float()
+
+
 @dataclass(frozen=True)
 class _PolicyGradient:
     """The function of a policy-gradient loss: see `policy_gradient`, which checks these settings."""
@@ -81,6 +92,16 @@ class _PolicyGradient:
     rollout_whole: bool | None
     correction: Correction | None
     trust_region: str
+    off_policy_limit: float | None
+    uncertain_only: bool
+
+    def __post_init__(self) -> None:
+        for key in ("clip_low", "clip_high", "kl_coef", "entropy_coef"):
+            require_number("loss", key, getattr(self, key), at_least=0)
+        if self.off_policy_limit is not None:
+            require_number("loss", "off_policy_limit", self.off_policy_limit, above=0)
+        choose("loss", "kl_estimator", self.kl_estimator, ("k1", "k2", "k3"))
+        choose("loss", "trust_region", self.trust_region, ("proximal", "behaviour"))
 
     def __call__(self, scored: Scored, columns: Columns) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         trainers = columns.get("old_logps", scored.logps.detach())
@@ -88,6 +109,13 @@ class _PolicyGradient:
         ratio = ratio_of(scored.logps, old, columns, "token")
         loss, changed = self.surrogate(scored.logps, old, columns, self.clip_low, self.clip_high)
         metrics = {"ratio/mean": ratio.detach(), "ratio/max": ratio.detach(), "clip_fraction": changed}
+        if self.off_policy_limit is not None:
+            drawn = columns.get("rollout_logps", old)
+            left = off_policy(scored.logps.detach(), drawn, columns, self.off_policy_limit)
+            loss = loss * (1.0 - left)
+            metrics["off_policy/masked"] = left
+        if self.uncertain_only:
+            loss = loss * columns[UNCERTAIN]
         if self.rollout_whole is not None:
             gap = trainers - columns["rollout_logps"]
             if self.correction is not None:
@@ -114,7 +142,8 @@ class _PolicyGradient:
                 loss = loss + self.kl_coef * kl
         if self.report_entropy:
             if self.entropy_coef:
-                loss = loss - self.entropy_coef * scored.entropy
+                raised = scored.entropy * columns[UNCERTAIN] if self.uncertain_only else scored.entropy
+                loss = loss - self.entropy_coef * raised
             metrics["entropy/mean"] = scored.entropy.detach()
         return loss, {name: metrics[name] for name in self.reductions}
 
@@ -132,6 +161,7 @@ class _PolicyGradient:
             found |= self.correction.metrics
         elif self.trust_region == "behaviour":  # the ratio has the importance weight in it
             found |= {"correction/ess": "ess"}
+        found |= {"off_policy/masked": "mean"} if self.off_policy_limit is not None else {}
         found |= {"kl/mean": "mean"} if self.report_kl else {}
         return found | ({"entropy/mean": "mean"} if self.report_entropy else {})
 
@@ -154,6 +184,8 @@ def policy_gradient(
     mis_cap: float = 2.0,
     icepop_bounds: tuple[float, float] = (0.5, 5.0),
     trust_region: str = "proximal",
+    off_policy_limit: float | None = None,
+    uncertain_only: bool = False,
     name: str = "policy",
 ) -> Loss:
     """A policy gradient: surrogate(r, A) + kl_coef KL - entropy_coef H, with r = exp(logp - old_logp).
@@ -168,14 +200,11 @@ def policy_gradient(
     policy.
     The surrogate is multiplied by the weights of a `correction` (train/corrections.py): "tis" with a `tis_cap`, "mis",
     "icepop" or "none". With trust_region="behaviour", r = exp(logp - rollout_logp), and nothing is corrected.
+
+    With an `off_policy_limit` the surrogate is 0 where `off_policy` says so, and with `uncertain_only` surrogate and entropy
+    are multiplied by the column `uncertain`.
     """
     high = clip_low if clip_high is None else clip_high
-    require_number("loss", "clip_low", clip_low, at_least=0)
-    require_number("loss", "clip_high", high, at_least=0)
-    require_number("loss", "kl_coef", kl_coef, at_least=0)
-    require_number("loss", "entropy_coef", entropy_coef, at_least=0)
-    choose("loss", "kl_estimator", kl_estimator, ("k1", "k2", "k3"))
-    choose("loss", "trust_region", trust_region, ("proximal", "behaviour"))
     found = find_correction(correction, tis_cap, mis_cap, icepop_bounds)
     _check_drawn(found, trust_region, rollout_whole)
     function = _PolicyGradient(
@@ -191,11 +220,24 @@ def policy_gradient(
         rollout_whole=rollout_whole,
         correction=found if trust_region == "proximal" else None,
         trust_region=trust_region,
+        off_policy_limit=off_policy_limit,
+        uncertain_only=uncertain_only,
     )
-    columns = ["advantages", "old_logps" if rollout_whole is None else "rollout_logps"]
-    columns += ["ref_logps"] if function.report_kl else []
-    columns += ["chosen"] if surrogate in CHOOSES else []
-    return Loss(name, function, tuple(columns), function.reductions, want_entropy=function.report_entropy)
+    columns = _columns(function, surrogate in CHOOSES)
+    return Loss(name, function, columns, function.reductions, function.report_entropy)
+
+
+def _columns(function: _PolicyGradient, chooses: bool) -> tuple[str, ...]:
+    """The columns that the batch must have for this loss."""
+    wanted = {
+        "advantages": True,
+        "old_logps": function.rollout_whole is None,
+        "rollout_logps": function.rollout_whole is not None,
+        "ref_logps": function.report_kl,
+        "chosen": chooses,
+        UNCERTAIN: function.uncertain_only,
+    }
+    return tuple(name for name, is_wanted in wanted.items() if is_wanted)
 
 
 def _level(corrected: bool | str) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -17,6 +18,7 @@ Surrogate = Callable[[torch.Tensor, torch.Tensor, Columns, float, float], Found]
 
 RATIOS = ("token", "sequence", "product")
 _MOST = 80.0  # of a log-ratio: exp of 89 is infinite, and the gradient of what a clip cuts off would be NaN instead of 0
+_FAR, _LEAST = 20.0, math.log(1e-8)  # of VESPO's log-ratios, as in TRL
 
 
 def ratio_of(logps: torch.Tensor, old: torch.Tensor, columns: Columns, level: str) -> torch.Tensor:
@@ -31,13 +33,21 @@ def ratio_of(logps: torch.Tensor, old: torch.Tensor, columns: Columns, level: st
 def _ratio(log_ratio: torch.Tensor, columns: Columns, level: str) -> torch.Tensor:
     if level == "token":
         return _exp(log_ratio)
-    sequence, counted = columns["sequence"].long(), columns["mask"]
-    num = len(log_ratio)  # at least one token each: an upper bound that needs no wait for the device
-    sums = torch.zeros(num, device=log_ratio.device).index_add(0, sequence, log_ratio * counted)
-    if level == "product":
-        return _exp(sums)[sequence]
-    counts = torch.zeros(num, device=log_ratio.device).index_add(0, sequence, counted)
-    return _exp(sums / counts.clamp(min=1.0))[sequence]
+    return _exp((sequence_sum if level == "product" else sequence_mean)(log_ratio, columns))
+
+
+def sequence_sum(values: torch.Tensor, columns: Columns) -> torch.Tensor:
+    """The sum over the counted tokens of each one's sequence, for each token."""
+    sequence = columns["sequence"].long()
+    # As many as tokens: an upper bound of the number of sequences that needs no wait for the device.
+    sums = torch.zeros(len(values), device=values.device)
+    return sums.index_add(0, sequence, values * columns["mask"])[sequence]
+
+
+def sequence_mean(values: torch.Tensor, columns: Columns) -> torch.Tensor:
+    """The mean over the counted tokens of each one's sequence, for each token."""
+    counts = sequence_sum(torch.ones_like(columns["mask"]), columns)
+    return sequence_sum(values, columns) / counts.clamp(min=1.0)
 
 
 def _exp(log_ratio: torch.Tensor) -> torch.Tensor:
@@ -91,6 +101,30 @@ class SoftGate:
         advantages, ratio = columns["advantages"], ratio_of(logps, old, columns, self.ratio)
         t = torch.where(advantages > 0, self.positive, self.negative)
         return -torch.sigmoid(t * (ratio - 1.0)) * 4.0 / t * advantages, torch.zeros_like(ratio)
+
+
+@dataclass(frozen=True)
+class Gamma:
+    """VESPO: -stop_gradient(phi(w)) A logp, with phi(w) = w^k exp(lambda (1 - w)) and w the ratio of the whole sequence.
+
+    phi is 1 at w = 1 and falls on both sides of its peak at k / lambda; `positive` and `negative` are (k, lambda) by the
+    sign of A.
+    """
+
+    positive: tuple[float, float] = (2.0, 3.0)
+    negative: tuple[float, float] = (3.0, 2.0)
+
+    def __call__(
+        self, logps: torch.Tensor, old: torch.Tensor, columns: Columns, low: float, high: float
+    ) -> Found:
+        advantages = columns["advantages"]
+        log_w = sequence_sum((logps.detach() - old).clamp(-_FAR, _FAR), columns).clamp(_LEAST, _FAR)
+        k, rate = (
+            torch.where(advantages >= 0, plus, minus)
+            for plus, minus in zip(self.positive, self.negative, strict=True)
+        )
+        phi = _exp(rate + k * log_w - rate * torch.exp(log_w))
+        return -phi * advantages * logps, torch.zeros_like(phi)
 
 
 def geometric_mean(
@@ -163,6 +197,7 @@ SURROGATES: dict[str, Surrogate] = {
     "detached": Detached(has_low=False),
     "cispo": Detached(),
     "sapo": SoftGate(),
+    "vespo": Gamma(),
     "clip_cov": clip_cov,
     "kl_cov": HeldBack(),
     "geo_mean": geometric_mean,
@@ -181,6 +216,8 @@ class SurrogateSettings:
     dual_clip: float = 0.0  # of DPPO: the largest ratio that counts
     temperatures: tuple[float, float] = (1.0, 1.05)  # of SAPO: where the advantage is positive, and where not
     cov_kl_coef: float = 0.1
+    # Of VESPO: (k, lambda) where the advantage is not negative, and where it is.
+    gammas: tuple[tuple[float, float], tuple[float, float]] = ((2.0, 3.0), (3.0, 2.0))
 
 
 PLAIN = SurrogateSettings()
@@ -210,6 +247,10 @@ def find_surrogate(surrogate: str | Surrogate, settings: SurrogateSettings, high
         return SoftGate(settings.ratio, positive, negative)
     if settings.ratio != "token":
         raise fail("C001", "loss", f"ratio={settings.ratio!r} is not for surrogate={surrogate!r}.")
+    if surrogate == "vespo":
+        for number in (number for pair in settings.gammas for number in pair):
+            require_number("loss", "gammas", number, above=0)
+        return Gamma(*settings.gammas)
     if surrogate in _DIVERGENCES:
         return Divergence(_DIVERGENCES[surrogate], settings.dual_clip)
     if surrogate == "kl_cov":

@@ -143,6 +143,7 @@ def batch_of(drawn: Drawn, *, on_policy: bool = False, rollout: bool = False) ->
         ref_logps=padded(drawn.ref),
         rollout_logps=padded(drawn.rollout if rollout else old),
         values=padded(drawn.values),
+        old_entropy=padded(drawn.entropy),
     )
 
 

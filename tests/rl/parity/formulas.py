@@ -101,10 +101,17 @@ def expected(drawn, s, chosen, leaves):
         moved = {"dppo_kl": coin}.get(s.surrogate, (p - q).abs())
         stays = ~(((a > 0) & (p > q) & (moved > high)) | ((a < 0) & (p < q) & (moved > low)))
         capped = d.detach().exp().clamp(max=s.dual_clip or 1e9)
+        w = (x.detach() - old).sum().exp()
+        phi = torch.where(
+            a < 0,
+            w**s.vespo_k_neg * torch.exp(s.vespo_lambda_neg * (1 - w)),
+            w**s.vespo_k_pos * torch.exp(s.vespo_lambda_pos * (1 - w)),
+        )
         row = {
             "clip": clipped,
             "cispo": -r.detach().clamp(1 - low, 1 + high) * a * x,
             "sapo": -4 / t / (1 + torch.exp(-t * (r - 1))) * a,
+            "vespo": -phi * a * x,
             "clip_cov": clipped * (1 - held),
             "kl_cov": -torch.exp(d) * a + s.cov_kl_coef * d.abs() * held,
             "geo_mean": -nearer.mean().exp() * a,

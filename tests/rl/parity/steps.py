@@ -48,15 +48,15 @@ def step_on_rank(folder, drawn, settings, layout):
     return found
 
 
-def chosen_on_rank(drawn, settings, share):
-    """{completion's number: which of its predictions were chosen}, of those on this rank."""
+def chosen_on_rank(drawn, settings, share, column="chosen"):
+    """{completion's number: which of its predictions this column marks}, of those on this rank."""
     group, num_groups = dist.get_rank() // share, dist.get_world_size() // share
     mine = [i for i, prompt in enumerate(drawn.groups) if prompt % num_groups == group]
     algorithm = algorithm_of(**settings)
     part = drawn.select(mine)
     batch = algorithm.advantages(batch_of(part), trajectories_of(part))
     batch = algorithm.weigh(batch, len(drawn.groups), share)
-    return {i: row.tolist() for i, row in zip(mine, batch.columns["chosen"], strict=True)}
+    return {i: row.tolist() for i, row in zip(mine, batch.columns[column], strict=True)}
 
 
 def advantages_on_rank(drawn, cases, share):

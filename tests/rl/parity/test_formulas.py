@@ -22,7 +22,7 @@ NAMES = [name for name, kind in ALGORITHMS.items() if kind.advantages is PolicyG
 VERL = {"preset": "verl"}
 # {case: keys of [algorithm]}: every preset as it is, verl's variants, and switches on their own.
 CASES = {name: {"name": name} for name in NAMES} | {
-    **{f"{name} of verl": {"name": name, **VERL} for name in NAMES if name not in ("luspo", "gdpo")},
+    **{f"{name} of verl": {"name": name, **VERL} for name in NAMES if name not in ("luspo", "gdpo", "vespo")},
     "greedy in grpo": {"name": "grpo", "baseline": "greedy"},
     "returns in grpo": {"name": "grpo", "baseline": "off", "scale": "sample", "gamma": 0.9},
     "others of the batch": {"name": "rloo", "compared_over": "batch"},
@@ -102,6 +102,26 @@ def test_tokens_are_chosen_over_the_whole_batch_however_it_is_spread(name):
     for world, share in ((2, 1), (3, 1), (2, 2)):
         spread = {}
         for found in run_ranks(world, chosen_on_rank, drawn, settings, share):
+            spread |= {int(key): row for key, row in found.items()}
+        assert spread == alone
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("share_of_tokens", [0.01, 0.2, 0.5])
+def test_the_least_certain_tokens_are_those_of_the_whole_batch_however_it_is_spread(share_of_tokens):
+    settings, column = {"name": "grpo", "entropy_share": share_of_tokens}, "uncertain"
+    drawn = draw(5, failed=True)
+    drawn.entropy[0][0] = -1e-9  # as rounding makes it
+    alone = chosen_on_rank(drawn, settings, 1, column)
+    counted = [i for i, reward in enumerate(drawn.rewards) if reward is not None]
+    entropies = np.concatenate([drawn.entropy[i].double().numpy() for i in counted])
+    least = np.quantile(entropies, 1 - share_of_tokens)
+    for i, prompt in enumerate(drawn.prompts):
+        wanted = (drawn.entropy[i].double() >= least).float() * (i in counted)
+        assert alone[i] == [0.0] * (len(prompt) - 1) + wanted.tolist()
+    for world, share in ((2, 1), (3, 1), (2, 2)):
+        spread = {}
+        for found in run_ranks(world, chosen_on_rank, drawn, settings, share, column):
             spread |= {int(key): row for key, row in found.items()}
         assert spread == alone
 

@@ -65,6 +65,49 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"name": "sapo", **_TRL, "sapo_temperature_pos": 2.0, "sapo_temperature_neg": 3.0},
         {"loss_type": "sapo", "sapo_temperature_pos": 2.0, "sapo_temperature_neg": 3.0},
     ),
+    "vespo": ({"name": "vespo", **_TRL, "kl_coef": 0.3}, {"loss_type": "vespo", "beta": 0.3}),
+    "vespo, other weights": (
+        {"name": "vespo", **_TRL, "vespo_k_pos": 1.0, "vespo_lambda_pos": 0.5, "vespo_lambda_neg": 1.5},
+        {"loss_type": "vespo", "vespo_k_pos": 1.0, "vespo_lambda_pos": 0.5, "vespo_lambda_neg": 1.5},
+    ),
+    "top_entropy_quantile": (
+        {"name": "grpo", **_TRL, "entropy_share": 0.3, "kl_coef": 0.3},
+        {"loss_type": "grpo", "top_entropy_quantile": 0.3, "beta": 0.3},
+    ),
+    "top_entropy_quantile, masked": (
+        {"name": "dapo", **_TRL, "entropy_share": 0.5, "overlong": "mask"},
+        {"loss_type": "dapo", "top_entropy_quantile": 0.5, "mask_truncated_completions": True},
+    ),
+    "off_policy_mask": (
+        {"name": "grpo", **_TRL, "off_policy_limit": 0.05, "kl_coef": 0.3},
+        {"loss_type": "grpo", "off_policy_mask_threshold": 0.05, "beta": 0.3},
+    ),
+    "vLLM, vespo": (
+        {"name": "vespo", **_TRL, "trust_region": "behaviour", "rollout": True},
+        {
+            "loss_type": "vespo",
+            "use_vllm": True,
+            "vllm_importance_sampling_mode": "token_truncate",
+            "vllm_importance_sampling_clip_max": 1e6,
+        },
+    ),
+    "vLLM, off_policy_mask": (
+        {
+            "name": "dapo",
+            **_TRL,
+            "off_policy_limit": 0.1,
+            "correction": "tis",
+            "tis_cap": 3.0,
+            "rollout": True,
+        },
+        {
+            "loss_type": "dapo",
+            "off_policy_mask_threshold": 0.1,
+            "use_vllm": True,
+            "vllm_importance_sampling_mode": "token_truncate",
+            "vllm_importance_sampling_clip_max": 3.0,
+        },
+    ),
     "luspo": ({"name": "luspo", **_TRL}, {"loss_type": "luspo", **_SEQUENCE}),
     "luspo, one ratio per token": (
         {"name": "luspo", **_TRL, "ratio": "token", "kl_coef": 0.1},

@@ -6,7 +6,7 @@ Everything between the rewards and the loss is TRL's code: padding, advantages, 
 from __future__ import annotations
 
 from collections import defaultdict
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -29,6 +29,9 @@ class _Accelerator:
 
     gather_for_metrics = gather
 
+    def pad_across_processes(self, value: Any, **_: Any) -> Any:
+        return value
+
     def reduce(self, value: Any, reduction: str) -> Any:
         return value
 
@@ -45,7 +48,8 @@ def _stand_in(trainer: type, drawn: Drawn, leaves: Rows, options: dict[str, Any]
         texts = [""] * len(drawn.completions)
         if trainer is RLOOTrainer:
             return drawn.prompts, drawn.completions, texts
-        sampled = [row.tolist() for row in drawn.rollout]
+        # As with TRL's own generation, which reports no log-probs.
+        sampled = [row.tolist() for row in drawn.rollout] if options.get("use_vllm") else None
         return drawn.prompts, drawn.completions, None, texts, sampled, {}, None, None
 
     rewards = torch.tensor([[torch.nan if reward is None else reward] for reward in drawn.rewards])
@@ -59,6 +63,10 @@ def _stand_in(trainer: type, drawn: Drawn, leaves: Rows, options: dict[str, Any]
         "use_bias_correction_kl": True,
         "sapo_temperature_pos": 1.0,
         "sapo_temperature_neg": 1.05,
+        "vespo_k_pos": 2.0,
+        "vespo_lambda_pos": 3.0,
+        "vespo_k_neg": 3.0,
+        "vespo_lambda_neg": 2.0,
         "delta": None,
         "report_to": [],
         "ds3_gather_for_generation": True,
@@ -73,6 +81,11 @@ def _stand_in(trainer: type, drawn: Drawn, leaves: Rows, options: dict[str, Any]
             "args": SimpleNamespace(**args),
             "_get_per_token_logps_and_entropies": score,
             "_generate": generate,
+            "get_high_entropy_mask": MethodType(
+                GRPOTrainer.get_high_entropy_mask, SimpleNamespace(accelerator=_Accelerator())
+            ),
+            "get_gamma_weights": GRPOTrainer.get_gamma_weights,
+            "get_off_policy_mask": GRPOTrainer.get_off_policy_mask,
             "_calculate_rewards": lambda *_: rewards,
             "_tokenizer": SimpleNamespace(pad_token_id=0),
             "processing_class": SimpleNamespace(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shardproof.config.imported.draft import Draft, Foreign, Same, copy
-from shardproof.config.imported.shared_settings import whole
+from shardproof.config.imported.shared_settings import measure_from_engine, whole
 
 _REWARDS: dict[str, dict[str, str]] = {
     "accuracy_reward": {"name": "math_verify"},
@@ -22,9 +22,12 @@ LOSSES = {
     "luspo": "sequence_sum",
     "vespo": "token_mean",
 }
+_OF_LOSSES = (
+    "sapo_temperature",
+    "vespo_k",
+    "vespo_lambda",
+)  # each with an end of its own by the advantage's sign
 _LACKING = {
-    "top_entropy_quantile": "every token of every completion is trained on",
-    "off_policy_mask_threshold": "every completion is trained on; see algorithm.correction",
     "vllm_structured_outputs_regex": "completions are not constrained",
     "generation_kwargs": "see the keys of [rollout]",
 }
@@ -35,6 +38,8 @@ _SAMPLING = (
     Same("top_k", "rollout.top_k", None, lambda k: max(int(k), 0)),
     Same("min_p", "rollout.min_p", None, float),
     Same("repetition_penalty", "rollout.repetition_penalty", None, float),
+    Same("top_entropy_quantile", "algorithm.entropy_share", None, float),
+    Same("off_policy_mask_threshold", "algorithm.off_policy_limit", None, float),
     Same("num_iterations", "algorithm.epochs_per_batch", 1),
     Same(
         "mask_truncated_completions",
@@ -88,7 +93,7 @@ def _clip(draft: Draft, foreign: Foreign) -> None:
                 "5.0 is used, which TRL recommends, not epsilon"
             )
         return
-    if foreign.take("loss_type") == "sapo":  # which bounds no ratio
+    if foreign.take("loss_type") in ("sapo", "vespo"):  # which bound no ratio
         return
     draft.put("algorithm.clip_low", low, "epsilon")
     if high is not None:
@@ -129,9 +134,6 @@ def _grpo_loss(draft: Draft, foreign: Foreign) -> None:
     if kind == "bnpo":
         draft.put("algorithm.name", "grpo", "loss_type=bnpo")
         draft.put("algorithm.aggregation", "token_mean", "loss_type=bnpo, over the whole batch")
-    elif kind == "vespo":
-        draft.put("algorithm.name", "grpo", "loss_type")
-        draft.gaps["loss_type='vespo'"] = "the clipped objective of GRPO is used"
     else:
         draft.put("algorithm.name", kind, "loss_type")
     draft.put("algorithm.ratio", level, "importance_sampling_level")
@@ -143,19 +145,10 @@ def _grpo_loss(draft: Draft, foreign: Foreign) -> None:
         draft.put("algorithm.scale_over", "batch" if scale == "batch" else "group", "scale_rewards")
     if foreign.has("delta"):
         draft.put("algorithm.dual_clip", float(foreign.take("delta")), "delta")
-    if kind == "sapo":
-        for end in ("pos", "neg"):
-            copy(
-                draft,
-                foreign,
-                [Same(f"sapo_temperature_{end}", f"algorithm.sapo_temperature_{end}", None, float)],
-            )
-    for end in ("pos", "neg"):
-        (
-            foreign.take(f"sapo_temperature_{end}"),
-            foreign.take(f"vespo_k_{end}"),
-            foreign.take(f"vespo_lambda_{end}"),
-        )
+    for key in (f"{own}_{end}" for own in _OF_LOSSES for end in ("pos", "neg")):
+        if key.startswith(kind):
+            copy(draft, foreign, [Same(key, f"algorithm.{key}", None, float)])
+        foreign.take(key)
     draft.put(
         "algorithm.kl_ratio_correction",
         bool(foreign.take("use_bias_correction_kl", True)),
@@ -184,7 +177,7 @@ def _of_each_reward(draft: Draft, kind: str) -> None:
     draft.put("algorithm.name", "gdpo", "multi_objective_aggregation")
     draft.put("reward.normalise", "each", "multi_objective_aggregation")
     draft.put("algorithm.aggregation", LOSSES[kind], "loss_type")
-    if kind in ("cispo", "sapo"):
+    if kind in ("cispo", "sapo", "vespo"):
         draft.put("algorithm.surrogate", kind, "loss_type")
     if kind == "cispo":
         draft.put("algorithm.clip_low", 1.0, "the ratio has no lower bound")
@@ -235,6 +228,10 @@ def _correction(draft: Draft, foreign: Foreign) -> None:
         high = _NO_LIMIT
     low = foreign.take("vllm_importance_sampling_clip_min")
     mode = foreign.take("vllm_importance_sampling_mode", "sequence_mask")
+    if foreign.take("loss_type") == "vespo":
+        measure_from_engine(draft, "loss_type=vespo")
+        draft.gaps[f"{key}={high:g}"] = "the importance weights in the ratio of vespo have no bounds"
+        return
     if mode == "token_mask":
         draft.put("algorithm.correction", "icepop", "vllm_importance_sampling_mode")
         draft.put("algorithm.icepop_bounds", [float(low or 1e-6), high], "vllm_importance_sampling_clip_*")

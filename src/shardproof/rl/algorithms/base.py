@@ -16,6 +16,7 @@ from shardproof.errors import fail
 from shardproof.rl.advantages import overlong_penalty
 from shardproof.rl.algorithms.covariance import choose_tokens
 from shardproof.rl.algorithms.credit import Turns
+from shardproof.rl.algorithms.uncertainty import OLD_ENTROPY, mark_uncertain
 from shardproof.rollout.trajectory import TRUNCATED, Trajectory, reward_of
 from shardproof.train.batching import Batch, weigh
 from shardproof.train.loss import Loss, kl_estimate, policy_gradient
@@ -57,6 +58,7 @@ class Algorithm:
         needed = {
             "ref_logps": settings.kl_coef > 0,
             "old_logps": has_old or in_reward or settings.surrogate in CHOOSES,
+            OLD_ENTROPY: settings.entropy_share < 1.0,
             "values": self.spec.has_critic,
         }
         return frozenset(name for name, is_needed in needed.items() if is_needed)
@@ -120,6 +122,8 @@ class Algorithm:
         settings = self.settings
         if settings.surrogate in CHOOSES:
             batch = choose_tokens(batch, settings, share)
+        if settings.entropy_share < 1.0:
+            batch = mark_uncertain(batch, settings.entropy_share, share)
         how, constant = settings.aggregation or self.spec.weights, num_sequences
         if how == "sequence_sum":
             how = "constant"
@@ -151,6 +155,10 @@ class Algorithm:
                 settings.dual_clip or 0.0,
                 (settings.sapo_temperature_pos, settings.sapo_temperature_neg),
                 settings.cov_kl_coef,
+                (
+                    (settings.vespo_k_pos, settings.vespo_lambda_pos),
+                    (settings.vespo_k_neg, settings.vespo_lambda_neg),
+                ),
             ),
             kl_estimator=settings.kl_estimator,
             kl_ratio_correction=settings.kl_ratio_correction and level,
@@ -162,6 +170,8 @@ class Algorithm:
             mis_cap=settings.mis_cap,
             icepop_bounds=settings.icepop_bounds,
             trust_region=self.trust_region,
+            off_policy_limit=settings.off_policy_limit,
+            uncertain_only=settings.entropy_share < 1.0,
             name=settings.name,
         )
 

@@ -17,6 +17,7 @@ from shardproof.rl.algorithms.kto import KTO
 from shardproof.rl.algorithms.presets import GRPO, PolicyGradient, preset
 from shardproof.rl.algorithms.reward_model import RewardModelling
 from shardproof.rl.algorithms.sft import SFT
+from shardproof.rl.algorithms.uncertainty import OLD_ENTROPY
 from shardproof.train.loss import Loss
 from shardproof.user_code import import_named
 
@@ -56,7 +57,7 @@ def make_algorithm(settings: Settings, rollout: Rollout) -> Algorithm:
         if not isinstance(found, Loss):
             message = f"algorithm {settings.name!r}: {name} is a {type(found).__name__}; expected a shardproof.Loss."
             raise fail("C001", "algorithm", message, fix="see docs/extending.md#an-algorithm")
-    known = {"ref_logps", "old_logps"} | ({"values"} if algorithm.spec.has_critic else set())
+    known = {"ref_logps", "old_logps", OLD_ENTROPY} | ({"values"} if algorithm.spec.has_critic else set())
     known |= {TEACHER_LOGPS} if algorithm.spec.has_teacher else set()
     unknown = sorted(algorithm.columns - known)
     if unknown:

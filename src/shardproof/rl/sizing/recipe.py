@@ -176,10 +176,10 @@ class _Counter:
     def _score(self) -> list[Phase]:
         """Log-probs and values that the algorithm needs before it updates; the engine is still awake."""
         columns = make_algorithm(self.recipe.algorithm, self.recipe.rollout).columns
-        scorers = {"ref_logps": REFERENCE, "old_logps": POLICY, "values": CRITIC, "teacher_logps": TEACHER}
+        scorers = {"ref_logps": REFERENCE, "values": CRITIC, "teacher_logps": TEACHER}
         if self.recipe.teacher is not None and self.recipe.teacher.url is not None:
             columns = columns - {"teacher_logps"}  # which a server computes
-        roles = [scorers[column] for column in columns]
+        roles = [scorers.get(column, POLICY) for column in columns]
         # With LoRA the policy without its adapters is the reference.
         models = [self.models.get(role, self.models[POLICY]) for role in roles]
         models += [self.models[judge_role(each)] for each in _reward_models(self.recipe)]
