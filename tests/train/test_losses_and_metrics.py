@@ -9,7 +9,7 @@ import torch
 import shardproof as sp
 from shardproof.train.loss import LOSSES, Scored, find_loss, policy_gradient, sft, value
 from shardproof.train.metrics import MetricSums, reduce_metrics
-from shardproof.train.surrogates import SurrogateSettings
+from shardproof.train.surrogates import SURROGATES, SurrogateSettings
 from tests.models import tiny_config
 from tests.ranks import run_ranks, run_ranks_outcomes
 
@@ -118,6 +118,20 @@ def test_a_token_that_became_certain_has_moved_too_far(surrogate):
     rows = columns(advantages=[1.0, 1.0], old_logps=[-0.7, -0.7], mask=[1.0, 1.0], sequence=[0.0, 0.0])
     loss, metrics = policy_gradient(surrogate=surrogate).function(Scored(logps, EMPTY, EMPTY), rows)
     assert loss.tolist() == [0.0, 0.0] and metrics["clip_fraction"].tolist() == [1.0, 1.0]
+
+
+BOUNDED = [name for name in SURROGATES if name not in ("sapo", "vespo", "clip_cov", "kl_cov")]
+
+
+@pytest.mark.parametrize("surrogate", BOUNDED)
+def test_a_token_without_an_advantage_counts_as_clipped_by_none(surrogate):
+    """Its loss is 0 however far its ratio went; with a KL in the loss such tokens are part of an update."""
+    old = [-0.01 if k % 2 else -3.0 for k in range(4)]
+    rows = columns(advantages=[0.0, 0.0, 1.0, -1.0], old_logps=old, mask=[1.0] * 4, sequence=[0, 1, 2, 3])
+    given = scored([-3.0 if k % 2 else -0.01 for k in range(4)])
+    loss, metrics = policy_gradient(0.1, 0.1, surrogate=surrogate).function(given, rows)
+    assert loss[:2].tolist() == [0.0, 0.0] and metrics["clip_fraction"].tolist()[:2] == [0.0, 0.0]
+    assert metrics["clip_fraction"][2] == 1.0
 
 
 def test_policy_gradient_adds_the_kl_and_takes_the_entropy():

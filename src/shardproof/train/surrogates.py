@@ -54,6 +54,11 @@ def _exp(log_ratio: torch.Tensor) -> torch.Tensor:
     return torch.exp(log_ratio.clamp(max=_MOST))
 
 
+def _changed(bounded: torch.Tensor, plain: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
+    """1.0 for the tokens whose loss a bound changed: that of a token without an advantage is 0 with any bound."""
+    return ((bounded != plain) & (advantages != 0)).float()
+
+
 @dataclass(frozen=True)
 class Clip:
     """PPO, GRPO, DAPO: -min(r A, clip(r, 1 - low, 1 + high) A); with `dual` at most dual |A| where A is negative."""
@@ -84,7 +89,7 @@ class Detached:
     ) -> Found:
         ratio = ratio_of(logps, old, columns, self.ratio).detach()
         weight = ratio.clamp(min=1.0 - low if self.has_low else None, max=1.0 + high)
-        return -weight * columns["advantages"] * logps, (weight != ratio).float()
+        return -weight * columns["advantages"] * logps, _changed(weight, ratio, columns["advantages"])
 
 
 @dataclass(frozen=True)
@@ -137,7 +142,8 @@ def geometric_mean(
     advantages, log_ratio = columns["advantages"], logps - old
     bounded = log_ratio.clamp(-low, high)
     nearer = torch.where(advantages > 0, torch.minimum(log_ratio, bounded), torch.maximum(log_ratio, bounded))
-    return -_ratio(nearer, columns, "sequence") * advantages, (nearer != log_ratio).float().detach()
+    changed = _changed(nearer.detach(), log_ratio.detach(), advantages)
+    return -_ratio(nearer, columns, "sequence") * advantages, changed
 
 
 @dataclass(frozen=True)
@@ -160,7 +166,7 @@ class Divergence:
         distance = moved.abs() if self.kind == "tv" else coin_kl(old, now)
         too_far = torch.where(advantages > 0, (moved > 0) & (distance > high), (moved < 0) & (distance > low))
         weight = torch.where(too_far, 0.0, ratio.clamp(max=self.most) if self.most else ratio)
-        return -weight * advantages * logps, (weight != ratio).float()
+        return -weight * advantages * logps, _changed(weight, ratio, advantages)
 
 
 def coin_kl(logq: torch.Tensor, logp: torch.Tensor) -> torch.Tensor:
