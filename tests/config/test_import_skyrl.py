@@ -66,6 +66,12 @@ VALUES = [
     ({f"{ALGORITHM}advantage_estimator": "gae", "trainer__critic__model__lora__rank": 8}, {"critic.lora.r": 8}),
     ({f"{ALGORITHM}gamma": 0.9}, {"algorithm.gamma": None}),
     ({}, {"algorithm.scale": "sample", "algorithm.scale_eps": 1e-6, "data.too_long": "drop", "train.steps": 20}),
+    # What is normalised over the batch is divided by its deviation, whether the estimator divides by one or not.
+    ({f"{ALGORITHM}advantage_estimator": "rloo", f"{ALGORITHM}advantage_batch_normalize": True},
+     {"algorithm.scale": "population", "algorithm.scale_over": "tokens"}),
+    ({f"{ALGORITHM}grpo_norm_by_std": False, f"{ALGORITHM}advantage_batch_normalize": True},
+     {"algorithm.scale": "population", "algorithm.scale_over": "tokens"}),
+    ({f"{ALGORITHM}grpo_norm_by_std": False}, {"algorithm.scale": "off", "algorithm.scale_eps": None}),
     # transformers' warm-up begins at 0; 'constant' has none.
     ({"trainer__policy__optimizer_config__num_warmup_steps": 7}, {"optimizer.warmup_steps": 7, "optimizer.warmup_from_zero": True}),
     ({"trainer__policy__optimizer_config__scheduler": "cosine"}, {"optimizer.schedule": "cosine"}),
@@ -94,6 +100,7 @@ def test_settings_become_what_skyrl_does_with_them(tmp_path, settings, expected)
         {f"{OFF_POLICY}tis_ratio_type": "sequence"},
         {f"{ALGORITHM}loss_reduction": "prompt_mean"},
         {f"{ALGORITHM}zero_variance_filter": True},
+        {f"{ALGORITHM}advantage_batch_normalize": True},  # after the division by the group's deviation
         {f"{ALGORITHM}loss_reduction": "seq_mean_token_sum_norm", f"{ALGORITHM}max_seq_len": 4096},
         {"generator__step_wise_trajectories": True},
         {"generator__sampling_params__additional_kwargs__seed": 3},

@@ -81,10 +81,11 @@ def _advantages(draft: Draft, foreign: Foreign) -> None:
     if draft.values["algorithm.name"] == "grpo":
         scaled = foreign.take(f"{_ALGORITHM}.grpo_norm_by_std", True)
         draft.put("algorithm.scale", "sample" if scaled else "off", f"{_ALGORITHM}.grpo_norm_by_std")
-        draft.put("algorithm.scale_eps", 1e-6, "SkyRL's")
+        if scaled:
+            draft.put("algorithm.scale_eps", 1e-6, "SkyRL's")
     foreign.take(f"{_ALGORITHM}.grpo_norm_by_std")
     if foreign.take(f"{_ALGORITHM}.advantage_batch_normalize", False):
-        draft.put("algorithm.scale_over", "tokens", f"{_ALGORITHM}.advantage_batch_normalize")
+        _over_the_batch(draft, f"{_ALGORITHM}.advantage_batch_normalize")
     if draft.values["algorithm.name"] in ("ppo", "reinforce_pp"):
         copy(draft, foreign, [Same(f"{_ALGORITHM}.gamma", "algorithm.gamma", 1.0, float)])
     draft.skip(foreign, f"{_ALGORITHM}.gamma", "the algorithm discounts nothing")
@@ -94,6 +95,16 @@ def _advantages(draft: Draft, foreign: Foreign) -> None:
         draft.skip(foreign, "trainer.critic.*", "the algorithm has no critic")
     for key in ("lambd", "value_clip", "value_head_prefix", "normalize_reward"):
         foreign.take(f"{_ALGORITHM}.{key}")
+
+
+def _over_the_batch(draft: Draft, key: str) -> None:
+    """Advantages that are normalised over the tokens of the batch, whatever their algorithm divided them by before."""
+    if draft.values.get("algorithm.scale") == "sample":
+        draft.gaps[f"{key}=True"] = (
+            "advantages are divided by the batch's deviation alone, not by their group's first"
+        )
+    for name, value in (("scale", "population"), ("scale_over", "tokens"), ("scale_eps", 1e-8)):
+        draft.put(f"algorithm.{name}", value, key)
 
 
 def _critic(draft: Draft, foreign: Foreign) -> None:
