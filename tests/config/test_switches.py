@@ -116,6 +116,13 @@ def test_each_switch_can_be_set_alone(name, given):
         ({"name": "luspo", "preset": "verl"}, "luspo has no variant of verl"),
         ({"name": "remax", "preset": "trl"}, "remax has no variant of TRL"),
         ({"name": "my:Own", "preset": "trl"}, "has no presets"),
+        ({"name": "dr_grpo", "scale_over": "batch"}, "dr_grpo divides by no deviation (scale='off')"),
+        ({"name": "rloo", "preset": "trl", "scale_eps": 0.1}, "scale_eps=0.1: rloo divides by no deviation"),
+        ({"name": "remax", "scale_over": "group"}, "scale='sample' or 'population', or remove the key"),
+        ({"kl_in": "reward"}, "kl_in='reward' needs the weight of the KL: set kl_coef, or remove the key"),
+        ({"preset": "verl", "kl_estimator": "k2"}, "kl_estimator='k2' needs the weight of the KL"),
+        ({"kl_ratio_correction": True}, "kl_ratio_correction=True needs the weight of the KL"),
+        ({"trust_region": "behaviour", "tis_cap": 3.0}, "trust_region='behaviour' corrects nothing"),
         ({"scale_eps": 0.0}, "greater than 0"),
         ({"dual_clip": -1.0}, "greater than or equal to 0"),
     ],
@@ -124,6 +131,25 @@ def test_what_does_not_go_together_is_refused_by_name(given, said):
     with pytest.raises(ValidationError) as caught:
         Algorithm(**given)
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"name": "dr_grpo", "scale_over": "group", "scale_eps": 1e-4},
+        {"name": "dr_grpo", "scale_over": "batch", "scale": "sample"},
+        {"scale": "off", "scale_over": "batch"},
+        {"name": "dppo", "baseline": "off"},
+        {"kl_in": "reward", "kl_estimator": "k2", "kl_coef": 0.0},
+        {"name": "rloo", "preset": "trl", "kl_in": "loss"},
+        {"preset": "trl", "kl_ratio_correction": False},
+        {"trust_region": "behaviour", "tis_cap": None},
+    ],
+    ids=str,
+)
+def test_what_somebody_switched_off_by_name_may_keep_its_other_keys(given):
+    settings = Algorithm(**given)
+    assert Algorithm(**settings.model_dump()) == settings
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from shardproof.config.algorithm_dynamics import Dynamics
+from shardproof.config.algorithms import SPECS, preset_values
 from shardproof.config.numbers import Coefficient, Fraction, Limit
 from shardproof.config.preference import Preference
 from shardproof.config.switches import Switches
@@ -14,6 +15,7 @@ from shardproof.user_code import is_user_name
 
 TIS_CAP = 2.0
 _OF_CORRECTIONS = {"tis_cap": "tis", "mis_cap": "mis", "icepop_bounds": "icepop"}
+_OF_THE_KL = ("kl_in", "kl_estimator", "kl_ratio_correction")
 
 
 class Algorithm(Dynamics, Switches):
@@ -87,6 +89,22 @@ class Algorithm(Dynamics, Switches):
         return self
 
     @model_validator(mode="after")
+    def _has_a_kl_where_it_says_how(self) -> Algorithm:
+        """A coefficient of 0 that somebody wrote switches the KL off; one that nobody wrote was forgotten."""
+        spec = SPECS.get(self.name)
+        if spec is None or not spec.samples or "kl_coef" in self.model_fields_set:
+            return self
+        given = {key: value for key, value in self.model_dump().items() if value is not None}
+        values = preset_values(spec, self.preset, given)
+        for key in _OF_THE_KL:
+            asked, default = getattr(self, key), type(self).model_fields[key].default
+            if asked not in (default, values.get(key, default)):
+                raise ValueError(
+                    f"{key}={asked!r} needs the weight of the KL: set kl_coef, or remove the key"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _corrects_in_one_way(self) -> Algorithm:
         low, high = self.icepop_bounds
         if not low < high:
@@ -96,8 +114,13 @@ class Algorithm(Dynamics, Switches):
                 f"trust_region='behaviour' measures the ratio from the engine's own log-probs, so correction="
                 f"{self.correction!r} has nothing to correct: remove one of them"
             )
+        kind = self.correction
+        if kind == "auto":
+            kind = "none" if self.trust_region == "behaviour" else "tis"
         for key, owner in _OF_CORRECTIONS.items():
-            correction = "tis" if self.correction == "auto" else self.correction
-            if correction != owner and getattr(self, key) != type(self).model_fields[key].default:
-                raise ValueError(f"{key} is for correction={owner!r}, not for {correction!r}")
+            if kind != owner and getattr(self, key) not in (type(self).model_fields[key].default, None):
+                why = f"not for {kind!r}"
+                if self.trust_region == "behaviour":
+                    why = "and trust_region='behaviour' corrects nothing: remove one of them"
+                raise ValueError(f"{key} is for correction={owner!r}, {why}")
         return self

@@ -124,15 +124,18 @@ class Switches(Section):
 SomeSwitches = TypeVar("SomeSwitches", bound=Switches)
 
 
-def switch_problem(settings: Switches) -> str | None:
-    """The first two switches that do not go together; None if all do. Those that are open fit everything."""
-    spec = SPECS.get(settings.name)
+def switch_problem(settings: Switches, spec: AlgorithmSpec | None = None) -> str | None:
+    """The first two switches that do not go together; None if all do. Those that are open fit everything.
+
+    `spec` is that of a user's own algorithm, where its class is known.
+    """
+    spec = SPECS.get(settings.name, spec)
     if spec is not None and not spec.samples:
         found = [key for key in SWITCHES if getattr(settings, key) is not None]
         return f"{found[0]} is for algorithms that sample, not for {settings.name!r}" if found else None
     if settings.baseline is None and not is_user_name(settings.name):
         return None
-    return _advantage_problem(settings) or _loss_problem(settings)
+    return _advantage_problem(settings) or _scale_problem(settings, spec) or _loss_problem(settings)
 
 
 def _advantage_problem(settings: Switches) -> str | None:
@@ -158,6 +161,21 @@ def _advantage_problem(settings: Switches) -> str | None:
         )
     if of_tokens and settings.compared_over == "batch":
         return f"compared_over='batch' is for baseline='mean' or 'leave_one_out', not for {baseline!r}"
+    return None
+
+
+def _scale_problem(settings: Switches, spec: AlgorithmSpec | None) -> str | None:
+    """A key about the deviation, where the algorithm by itself divides by none."""
+    if spec is None or settings.scale != "off":
+        return None
+    given = {key: value for key, value in settings.model_dump().items() if value is not None}
+    values = preset_values(spec, settings.preset, given)
+    for key in ("scale_over", "scale_eps") if values["scale"] == "off" else ():
+        if getattr(settings, key) not in (None, values[key]):
+            return (
+                f"{key}={getattr(settings, key)!r}: {settings.name} divides by no deviation (scale='off'); set "
+                "scale='sample' or 'population', or remove the key"
+            )
     return None
 
 

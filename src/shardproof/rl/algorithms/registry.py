@@ -80,7 +80,7 @@ def _check_switches(kind: type[Algorithm], settings: Settings) -> None:
     if ignored:
         message = f"algorithm.{ignored[0]}: {settings.name!r} computes its advantages itself."
         raise fail("C001", "algorithm", message, fix="remove the key, or read it in your class")
-    problem = switch_problem(filled(settings, kind.spec)) if by_switches else None
+    problem = switch_problem(filled(settings, kind.spec), kind.spec) if by_switches else None
     if problem is not None:
         raise fail("C001", "algorithm", f"algorithm.{problem}.", fix="repair these keys")
 
