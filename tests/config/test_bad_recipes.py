@@ -50,6 +50,7 @@ COMPANIONS = {
     "rollout.stop_ids": {"rollout": {"stop_ids": [3, 3]}},
     "reward.clip": {"reward": {"clip": [-2, 2]}},
     "reward.functions": {"reward": {"functions": [{"name": "exact_match", "clip": [-2, 2]}]}},
+    "reward.functions.0.weight": {"reward": {"models": [{"path": "models/judge"}]}},  # another that counts
     "environment": {"environment": {"tools": {"functions": ["my_tools:search"], "python": {}}}},
 }
 ODD_NUMBERS = (-1, 0, math.nan, math.inf, -math.inf, 10**12, 1e300)

@@ -15,10 +15,12 @@ from shardproof.config.load import from_json, load_recipe, to_json
 from shardproof.config.schema import Algorithm
 from shardproof.config.switches import SWITCHES
 from shardproof.errors import ConfigError
-from tests.rl.runs import TINY
+from tests.rl.runs import RECIPES, TINY
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 SURROGATES = ("clip", "cispo", "sapo", "clip_cov", "kl_cov", "geo_mean", "dppo_tv", "dppo_kl")
+DISTILLATION = RECIPES / "tiny-distillation.toml"
+UNWEIGHED = "reward.functions=[{name='exact_match',weight=0}]"
 SAMPLING = [name for name, spec in SPECS.items() if spec.samples]
 
 
@@ -165,12 +167,24 @@ def test_what_somebody_switched_off_by_name_may_keep_its_other_keys(given):
             ["algorithm.off_policy_limit=0.1", "rollout.top_p=0.9"],
             "algorithm.off_policy_limit with rollout.top_p",
         ),
+        ([UNWEIGHED], "reward: all weights are 0, so there is nothing that grpo could learn from"),
+        (
+            [UNWEIGHED, "algorithm.overlong_from=2", "algorithm.dynamic_sampling=true"],
+            "compares weighted totals, and all weights are 0: name a function in algorithm.dynamic_sampling_on",
+        ),
     ],
 )
 def test_a_recipe_is_held_to_its_switches(overrides, said):
     with pytest.raises((ConfigError, ValidationError)) as caught:
         load_recipe(TINY, overrides)
     assert said in str(caught.value)
+
+
+def test_rewards_that_are_only_measured_may_tell_completions_apart():
+    load_recipe(TINY, [UNWEIGHED, "algorithm.overlong_from=2"])
+    load_recipe(
+        DISTILLATION, ["algorithm.dynamic_sampling=true", "algorithm.dynamic_sampling_on=exact_match"]
+    )
 
 
 def test_one_completion_per_prompt_is_enough_where_the_batch_is_compared():

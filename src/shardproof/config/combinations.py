@@ -8,7 +8,7 @@ from shardproof.config.evaluation_sets import evaluation_problem, held_out_sets,
 from shardproof.config.given_sets import given_problem
 from shardproof.config.judges import judge_problem
 from shardproof.config.optimizer import phases
-from shardproof.config.reward_problems import reward_problem
+from shardproof.config.reward_problems import is_rewarded, reward_problem
 from shardproof.config.sections import Sections
 
 _VLLM_TEMPERATURES = 0.01, 2.0  # below the first it draws at the first; above the second it refuses to draw
@@ -70,7 +70,7 @@ def spec_problem(recipe: Sections, spec: AlgorithmSpec) -> str | None:
     if rewarded and compares_group(settings, spec) and recipe.rollout.group_size < 2:
         return f"rollout.group_size=1: {name} compares completions of one prompt and needs at least 2"
     by_group = settings.baseline in PER_COMPLETION and settings.compared_over == "group"
-    if spec.has_teacher and by_group and _is_rewarded(recipe) and recipe.rollout.group_size < 2:
+    if spec.has_teacher and by_group and is_rewarded(recipe) and recipe.rollout.group_size < 2:
         return (
             f"rollout.group_size=1: the rewards of {name} compare completions of one prompt and need at least 2; set "
             "algorithm.baseline='off', or weight=0 for rewards that are only to be measured"
@@ -87,15 +87,6 @@ def spec_problem(recipe: Sections, spec: AlgorithmSpec) -> str | None:
             "algorithm.scale_over='group' or 'tokens'"
         )
     return None
-
-
-def _is_rewarded(recipe: Sections) -> bool:
-    """Whether something is learned from rewards, not only measured."""
-    weights = []
-    if recipe.reward is not None:
-        weights += [each.weight for each in recipe.reward.functions]
-        weights += [each.weight for each in recipe.reward.models]
-    return recipe.environment is not None or any(weights)
 
 
 def _algorithm(recipe: Sections) -> str | None:

@@ -40,16 +40,12 @@ def _teacher(recipe: Sections) -> str | None:
             f"teacher.url with rollout.temperature={recipe.rollout.temperature}: a server scores at temperature 1; set "
             "rollout.temperature=1.0, or load the teacher with teacher.path"
         )
-    if recipe.reward is None and recipe.environment is None:
-        if settings.dynamic_sampling:
-            return (
-                "algorithm.dynamic_sampling compares rewards, and this distillation has none: remove the key"
-            )
-        if any(each.every for each in held_out_sets(recipe)):
-            return (
-                "output.eval_every: nothing scores held-out completions; add a reward function, with weight=0 if it is only "
-                "to be measured"
-            )
+    unscored = recipe.reward is None and recipe.environment is None
+    if unscored and any(each.every for each in held_out_sets(recipe)):
+        return (
+            "output.eval_every: nothing scores held-out completions; add a reward function, with weight=0 if it is only "
+            "to be measured"
+        )
     return None
 
 

@@ -2,11 +2,48 @@
 
 from __future__ import annotations
 
+from shardproof.config.algorithms import SPECS
 from shardproof.config.sections import Sections
 
 
 def reward_problem(recipe: Sections) -> str | None:
     """What in the recipe does not fit its rewards; None if all does."""
+    return _counting(recipe) or _normalised(recipe)
+
+
+def is_rewarded(recipe: Sections) -> bool:
+    """Whether something is learned from rewards, not only measured."""
+    weights = []
+    if recipe.reward is not None:
+        weights += [each.weight for each in recipe.reward.functions]
+        weights += [each.weight for each in recipe.reward.models]
+    return recipe.environment is not None or any(weights)
+
+
+def _counting(recipe: Sections) -> str | None:
+    """Rewards that are only measured, where something is to be learned from them, or to be told apart by them."""
+    settings, spec = recipe.algorithm, SPECS.get(recipe.algorithm.name)
+    if is_rewarded(recipe):
+        return None
+    learns = spec is not None and spec.samples and not spec.has_teacher
+    if learns and settings.overlong_from is None:
+        return (
+            f"reward: all weights are 0, so there is nothing that {settings.name} could learn from; give a function or a "
+            "model another weight"
+        )
+    if settings.dynamic_sampling and recipe.reward is None:
+        return (
+            f"algorithm.dynamic_sampling compares rewards, and this {settings.name} has none: remove the key"
+        )
+    if settings.dynamic_sampling and settings.dynamic_sampling_on is None:
+        return (
+            "algorithm.dynamic_sampling compares weighted totals, and all weights are 0: name a function in "
+            "algorithm.dynamic_sampling_on, or remove the key"
+        )
+    return None
+
+
+def _normalised(recipe: Sections) -> str | None:
     settings, algorithm = recipe.reward, recipe.algorithm
     if settings is None or settings.normalise == "sum":
         return _of_totals(recipe)
