@@ -42,6 +42,17 @@ def refuses_even_answers(prompt: str, completion: str, row: dict[str, Any]) -> f
     return float(completion == row["answer"])
 
 
+def one_or_refusal(prompt: str, completion: str, row: dict[str, Any]) -> float:
+    """Fails on even answers, and says the same of all others."""
+    if completion.endswith(EVEN):
+        raise ValueError(f"{completion} is even")
+    return 1.0
+
+
+def is_even(prompt: str, completion: str, row: dict[str, Any]) -> float:
+    return float(completion.endswith(EVEN))
+
+
 def waits(prompt: str, completion: str, row: dict[str, Any]) -> float:
     """Comes to a value, and on some rows to a bad end, once the file that the row names is there."""
     while not os.path.exists(row["signal"]):

@@ -14,7 +14,7 @@ from shardproof.rl.background import BackgroundBatch, BackgroundRollouts
 from shardproof.rl.conversations.measures import answer_of
 from shardproof.rl.conversations.steps import starts_of
 from shardproof.rl.data import Prompt, Share
-from shardproof.rl.experience_metrics import Success, in_groups, value_of
+from shardproof.rl.experience_metrics import Success, in_groups
 from shardproof.rl.held_out_measures import Answered, Reader, measure, reader
 from shardproof.rl.rewards.failures import result_together, rewards_together
 from shardproof.rl.rollouts import Sampler
@@ -135,8 +135,8 @@ def _measure(
 ) -> tuple[dict[str, float], set[int]]:
     """(what the held-out completions of all ranks say, the versions of the weights that wrote them).
 
-    Completions whose reward failed or had nothing to say are left out of means of rewards, and are not right. A mean of
-    nothing is NaN, which is no best. Collective: every rank.
+    Completions whose reward failed or had nothing to say are left out of the mean reward, and are not right; each
+    function's own mean is over those that it has a value of. A mean of nothing is NaN, which is no best. Collective: every rank.
     """
     names = sampler.reward_names
     read = reader(task.majority, task.success.names[0]) if task.num_samples > 1 else None
@@ -152,7 +152,7 @@ def _measure(
         metrics["reward_se"] = standard_error(per_prompt)
     parts = [part for group in every for part in group["parts"]]
     for name in names:
-        values = [part[name] for part in parts if part.get(name) is not None]
+        values = [part[name] for part in parts if name in part]
         metrics[name] = _mean(values)
     answered = [Answered(tuple(group["scores"]), tuple(group["answers"])) for group in every]
     metrics |= measure(answered, task.pass_at, task.success.threshold, read is not None, task.num_samples)
@@ -169,7 +169,7 @@ def _told(group: Sequence[Trajectory], success: Success, read: Reader | None) ->
     known = [reward for reward in rewards if reward.known]
     return {
         "totals": [reward.total for reward in known],
-        "parts": [{name: value_of(reward, name) for name in reward.parts} for reward in known],
+        "parts": [reward.values for reward in rewards],
         "failed": sum(reward.failed for reward in rewards),
         "silent": sum(reward.silent and not reward.failed for reward in rewards),
         "scores": [success.value(reward) if reward.known else None for reward in rewards],

@@ -35,7 +35,7 @@ def value_of(reward: Reward, name: str | None) -> float | None:
     """What a reward function, or the total if None, says; None if the function failed or had nothing to say."""
     if name is None:
         return reward.total
-    return None if name in reward.failures else reward.parts.get(name)
+    return reward.values.get(name)
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,8 @@ def measure(
 ) -> tuple[dict[str, float], list[str]]:
     """(metrics of rewards and lengths of the global batch, the first reward errors of every rank).
 
-    Completions whose reward failed count in lengths and not in rewards, and `greedy` ones in nothing but `reward/greedy`.
+    Completions whose reward failed count in lengths, and of rewards only in the means of functions that did not fail;
+    `greedy` ones count in nothing but `reward/greedy`.
     `about` are this rank's facts of running ahead.
 
     Collective: every rank.
@@ -90,7 +91,7 @@ def measure(
         "spread": [statistics.pstdev(spread) for spread in spreads if spread],
         "solved": [success.of(reward) for reward in known],
         "greedy": [reward.measured for reward in known_rewards(greedy)],
-        "parts": [dict(reward.parts) for reward in known],
+        "parts": [reward_of(trajectory).values for trajectory in trajectories],
         "num_errors": len(errors) - num_broken,
         "num_failed": sum(reward_of(made).failed for made in trajectories) - num_broken,
         "said": reward_facts(trajectories),

@@ -62,6 +62,11 @@ class Reward:
     )  # what reward functions measured beside their values
 
     @property
+    def values(self) -> dict[str, float]:
+        """What each reward function said; nothing of those that failed, whose parts are 0."""
+        return {name: value for name, value in self.parts.items() if name not in self.failures}
+
+    @property
     def counts(self) -> bool:
         """Whether it is learned from: neither unknown nor left out."""
         return self.known and not self.left_out

@@ -33,6 +33,21 @@ def test_completions_without_a_signal_are_left_out_and_counted(tmp_path):
     assert sum(one.get("no_signal") == ["odd"] for one in samples) > 0
 
 
+def test_the_mean_of_a_function_is_over_all_that_it_has_a_value_of(tmp_path):
+    functions = [
+        f'{{name="{REWARDS}:silent_on_even_answers", label="odd"}}',
+        f'{{name="{REWARDS}:is_even", label="even", weight=0}}',
+        f'{{name="{REWARDS}:one_or_refusal", label="one", weight=0}}',
+    ]
+    metrics = run(tmp_path, functions, "output.eval_every=1")
+    assert 0 < metrics["reward/silent"] < 24
+    # The total of these is not known, and what is even of them is.
+    assert metrics["reward/even"] == pytest.approx(metrics["reward/silent"] / 24)
+    # Where it failed it has no value: not 0.
+    assert metrics["reward/errors"] == metrics["reward/silent"] and metrics["reward/one"] == 1.0
+    assert metrics["eval/even"] == metrics["eval/silent"] / 4 and metrics["eval/one"] == 1.0
+
+
 def test_a_batch_about_which_nobody_says_anything_changes_nothing_and_stops_nothing(tmp_path):
     metrics = run(tmp_path, [f'{{name="{REWARDS}:silent"}}'])
     assert metrics["reward/silent"] == 24 and metrics["reward/mean"] == 0.0

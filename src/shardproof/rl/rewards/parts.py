@@ -90,5 +90,5 @@ def _values(group: Sequence[Reward], key: str) -> Iterable[tuple[int, float]]:
     for k, reward in enumerate(group):
         if key == PENALTY:
             yield k, reward.penalty
-        elif key in reward.parts and key not in reward.failures:
-            yield k, reward.parts[key]
+        elif (value := reward.values.get(key)) is not None:
+            yield k, value
