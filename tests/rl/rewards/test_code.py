@@ -1,6 +1,7 @@
 """The reward `code`: programs that are right, wrong, endless and sly, in the real sandbox."""
 
 import asyncio
+from datetime import date
 
 import pytest
 
@@ -16,6 +17,9 @@ DOUBLE = [
     {"input": "-4", "output": "-8"},
     {"input": "x", "output": "error"},
 ]
+
+# As HumanEval has it: `check` is called with the function that another column names.
+HUMAN_EVAL = 'METADATA = {"author": "jt"}\n\ndef check(candidate):\n    assert candidate(1) == 2\n'
 
 
 def fenced(program):
@@ -171,6 +175,20 @@ def test_the_last_block_of_python_is_the_program():
         ([3], "holds int"),
         ({"fn_name": "f", "inputs": ["[1]"], "outputs": [1]}, "an 'input' that is no list of arguments"),
         ({"inputs": [1], "outputs": []}, "has not as many 'outputs' as 'inputs'"),
+        # No program could pass these.
+        (["assert f(1) == 2", "assert f(2) === 3"], "a test that is not Python: invalid syntax"),
+        ("return f(1) == 2", "a test that is not Python: 'return' outside function"),
+        (
+            {"fn_name": "Solution.add", "inputs": [[1]], "outputs": [1]},
+            "fn_name='Solution.add' is not the name",
+        ),
+        ({"fn_name": "f", "inputs": [[date(2026, 1, 1)]], "outputs": [1]}, "cannot be written as JSON"),
+        ({"fn_name": "f", "inputs": [[1]], "outputs": [date(2026, 1, 1)]}, "cannot be written as JSON"),
+        # Any program would pass these.
+        ("46", "asserts and calls nothing"),
+        (["import math", "assert f(1) == 2"], "asserts and calls nothing"),
+        (HUMAN_EVAL, "asserts and calls nothing"),
+        ("class A:\n    pass\nif __name__ == '__main__':\n    A().run()", "asserts and calls nothing"),
     ],
 )
 def test_rows_without_tests_are_refused(tests, said):
@@ -184,9 +202,16 @@ def test_rows_as_other_data_sets_have_them():
         '[{"input": "1", "output": "2"}]',
         {"language": "python", "test_cases": [{"input": "1", "output": "2", "type": "stdin_stdout"}]},
         {"inputs": [["1", "2"]], "outputs": ["3"]},
+        HUMAN_EVAL + "\ncheck(f)",
+        "expected = f(1)",
+        "for n in (1, 2):\n    assert f(n) == n",
+        'assert f("\\d") == (1, "always true, and a warning")',
     ):
         assert row_problem("code", {"tests": tests}) is None
     assert row_problem(RewardSpec("code", options={"column": "checks"}), {"checks": "assert True"}) is None
+    # What is not run need not be a test.
+    first = RewardSpec("code", options={"max_tests": 1})
+    assert row_problem(first, {"tests": ["assert f(1) == 2", "import math"]}) is None
     # As verl's are.
     inner = RewardSpec("code", options={"column": "reward_model.ground_truth"})
     assert (

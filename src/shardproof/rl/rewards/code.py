@@ -7,11 +7,13 @@ word that is drawn anew: to leave early, or to print what success looks like, is
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import json
 import re
 import secrets
 import time
+import warnings
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
@@ -26,6 +28,10 @@ _OUTPUT_CHARS = 2**22  # of up to four bytes: all that the sandbox lets a progra
 _SLACK_S = 30.0  # for a busy machine to end the last test
 # The entry's concurrency is the limit: what waited for the sandbox would have lost of its time.
 _AT_ONCE = 4096
+_PREPARES = (
+    *(ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef),
+    *(ast.Import, ast.ImportFrom, ast.Pass),
+)
 
 _CALL = """
 import json as _json
@@ -92,8 +98,10 @@ class Code:
         self._sandbox.append(sandbox)
 
     def check_row(self, row: dict[str, Any]) -> None:
-        """ValueError if the row has no tests that can be run."""
-        cases_of(row, self.column)
+        """ValueError if the row has no tests, or one that no program could pass, or any."""
+        for case in cases_of(row, self.column)[: self.max_tests]:
+            if not case.is_call and case.code is not None:
+                _require_test(case.code, self.column)
 
     async def __call__(self, prompt: str, completion: str, row: dict[str, Any]) -> Measured:
         cases = cases_of(row, self.column)[: self.max_tests]
@@ -182,10 +190,43 @@ def _case(given: Any, column: str) -> Case:
                 raise ValueError(
                     f"the row's {column!r} has 'fn_name', and an 'input' that is no list of arguments"
                 )
-            call = _CALL.format(name=str(name), given=json.dumps(given["input"]))
-            return Case(code=call, returns=given["output"], is_call=True)
+            if not isinstance(name, str) or not name.isidentifier():
+                raise ValueError(f"the row's {column!r}: fn_name={name!r} is not the name of a function")
+            try:
+                arguments, _ = json.dumps(given["input"]), json.dumps(given["output"])
+            except TypeError as error:
+                raise ValueError(f"the row's {column!r} cannot be written as JSON: {error}") from error
+            return Case(code=_CALL.format(name=name, given=arguments), returns=given["output"], is_call=True)
         return Case(_text(given["input"]), _text(given["output"]))
     raise ValueError(f"the row's {column!r} holds {type(given).__name__}; expected code or input and output")
+
+
+def _require_test(code: str, column: str) -> None:
+    """ValueError for a test that is not Python, which no program passes, or that cannot fail, which every program passes."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            tree = ast.parse(code)
+            compile(tree, "<test>", "exec", dont_inherit=True)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise ValueError(f"the row's {column!r} has a test that is not Python: {error}") from error
+    if all(map(_cannot_fail, tree.body)):
+        raise ValueError(
+            f"the row's {column!r} has a test that asserts and calls nothing, so that any program would pass it (checks "
+            "that are in a function must be called; code that only prepares belongs into the option prelude)"
+        )
+
+
+def _cannot_fail(statement: ast.stmt) -> bool:
+    """Whether a statement of a test only prepares something."""
+    if isinstance(statement, ast.Assign | ast.AnnAssign):
+        return not any(isinstance(part, ast.Call) for part in ast.walk(statement))
+    if isinstance(statement, ast.If):  # the module in which tests run has another name
+        is_main = ast.unparse(statement.test) in ("__name__ == '__main__'", "'__main__' == __name__")
+        return is_main and all(map(_cannot_fail, statement.orelse))
+    if isinstance(statement, ast.Expr):
+        return isinstance(statement.value, ast.Constant)
+    return isinstance(statement, _PREPARES)
 
 
 def _is_returned(said: str, expected: Any) -> bool:
