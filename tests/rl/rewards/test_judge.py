@@ -234,6 +234,20 @@ def test_options_that_cannot_be_are_refused_by_name(wrong):
         find_reward(RewardSpec("judge", options=options))
 
 
+@pytest.mark.parametrize("scale", [5, "15", ["a", "b"], [False, 5], [1, 2, 3], [5, 1]])
+def test_a_scale_is_two_numbers(scale):
+    options = {"url": "http://localhost/v1", "model": "judge", "scale": scale}
+    with pytest.raises(ConfigError, match=r"scale=.* is not the lowest and the highest score"):
+        find_reward(RewardSpec("judge", options=options))
+
+
+@pytest.mark.parametrize("key", ["model", "messages", "temperature", "max_tokens", "stream"])
+def test_what_the_judge_is_asked_is_not_replaced_through_its_body(key):
+    options = {"url": "http://localhost/v1", "model": "judge", "body": {"seed": 1, key: True}}
+    with pytest.raises(ConfigError, match=f"body has '{key}': "):
+        find_reward(RewardSpec("judge", options=options))
+
+
 def test_a_cache_survives_broken_files_and_full_disks(tmp_path):
     cache, key = Cache(str(tmp_path)), Cache.key({"a": 1})
     assert key == Cache.key({"a": 1}) != Cache.key({"a": 2})

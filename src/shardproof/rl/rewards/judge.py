@@ -39,6 +39,13 @@ Explain your rating in one or two sentences, then end with a line "Score: N"."""
 PATTERN = r"(?i)score(?:\s*\([^()\n]*\))?\W{1,5}?([-\u2212]?[0-9]*\.?[0-9]+)"
 _FIELD = re.compile(r"\{(\{\w+\})\}|\{(\w+)\}")  # {{name}} stands for {name}
 _GIVEN = ("prompt", "completion", "completion_ids", "turns")  # of a sample, and no columns of the data
+_NOT_IN_BODY = {  # what the judge would no longer be asked, or not be understood with
+    "model": "use the option model",
+    "messages": "use the options prompt and system",
+    "temperature": "use the option temperature",
+    "max_tokens": "use the option max_tokens",
+    "stream": "answers are read as a whole, so remove it",
+}
 _MOST_TOKENS = 10**7  # that one request can have taken
 _LATER = {408, 409, 425, 429}  # and 500 and above
 _LONGEST_WAIT_S = 120.0
@@ -97,10 +104,14 @@ class Judge:
             raise ValueError("prompt has no {completion}")
         if compiled_pattern(self.pattern).groups < 1:
             raise ValueError("pattern has no group for the score")
-        if len(self.scale) != 2 or not -math.inf < self.scale[0] < self.scale[1] < math.inf:
+        scale = list(self.scale) if isinstance(self.scale, list | tuple) else []
+        are_numbers = all(isinstance(each, int | float) and not isinstance(each, bool) for each in scale)
+        if len(scale) != 2 or not are_numbers or not -math.inf < scale[0] < scale[1] < math.inf:
             raise ValueError(f"scale={self.scale!r} is not the lowest and the highest score")
         if not isinstance(self.body, Mapping):
             raise ValueError(f"body={self.body!r} is not a table")
+        for key in self.body.keys() & _NOT_IN_BODY.keys():
+            raise ValueError(f"body has {key!r}: {_NOT_IN_BODY[key]}")
         json.dumps(self.body)
         if not isinstance(self.cache, bool):
             text("cache", self.cache)
