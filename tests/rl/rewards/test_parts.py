@@ -215,3 +215,14 @@ def test_numbers_of_arrays_and_tensors_are_numbers():
     for name, value in wrong.items():
         (found,) = each.now([("p", "c", {"value": value})])
         assert found.error == f"returned {name}, expected a number"
+
+
+def test_not_a_number_is_no_signal_where_trl_takes_it_so():
+    def from_trl(**columns):
+        return torch.tensor([float("nan"), 1.0])
+
+    samples = [("", "a", {}), ("", "b", {})]
+    found = Function(from_trl, RewardSpec("m:f", signature="trl")).now(samples)
+    assert found == [Outcome(None), Outcome(1.0)]
+    found = Function(lambda *lists: [float("nan"), 1.0], RewardSpec("m:f", signature="batch")).now(samples)
+    assert found == [Outcome(0.0, "returned nan, expected a finite number"), Outcome(1.0)]

@@ -183,13 +183,14 @@ def _read(value: Any, num: int, spec: RewardSpec, facts: Mapping[str, Any]) -> l
     values = list(value)
     if len(values) != num:
         return [Outcome(0.0, f"returned {len(values)} rewards for {num} completions")] * num
-    outcomes = [_outcome(each) for each in values]
+    outcomes = [_outcome(each, silent_nan=spec.signature == "trl") for each in values]
     if facts and outcomes:
         outcomes[0] = outcomes[0]._replace(facts=_shown(facts))
     return outcomes
 
 
-def _outcome(value: Any) -> Outcome:
+def _outcome(value: Any, silent_nan: bool = False) -> Outcome:
+    """What one value says; with `silent_nan`, NaN is no signal, as TRL has it."""
     facts = None
     if isinstance(value, Measured):
         value, facts = value.value, _shown(value.facts)
@@ -205,6 +206,8 @@ def _outcome(value: Any) -> Outcome:
         number = float(value)
     except Exception as error:  # too large, or a class of the user's own
         return Outcome(0.0, describe_error(error))
+    if silent_nan and math.isnan(number):
+        return Outcome(None, None, facts)
     if not math.isfinite(number):
         return Outcome(0.0, f"returned {number}, expected a finite number")
     if not within(abs(number), MAX_REWARD):
