@@ -101,11 +101,11 @@ def run(source, name="__main__", before="", behind=None):
         tree = compile(source, "<code>", "exec", _ONLY_TREE, dont_inherit=True)
         has_value = behind is None and tree.body and isinstance(tree.body[-1], _ast.Expr)
         last = tree.body.pop() if has_value else None
-        if before:
-            exec(compile(before, "<before>", "exec", dont_inherit=True), main.__dict__)
-        exec(compile(tree, "<code>", "exec", dont_inherit=True), main.__dict__)
-        if behind:
-            exec(compile(behind, "<behind>", "exec", dont_inherit=True), main.__dict__)
+        parts = [(before, "<before>"), (tree, "<code>"), (behind, "<behind>")]
+        # All of them first, and by this function of its own: the code may put others in the place of builtins.
+        execute = exec
+        for part in [compile(part, name, "exec", dont_inherit=True) for part, name in parts if part]:
+            execute(part, main.__dict__)
         if last is not None:
             expression = _ast.Expression(body=last.value)
             value = eval(compile(expression, "<code>", "eval", dont_inherit=True), main.__dict__)

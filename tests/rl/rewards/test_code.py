@@ -67,6 +67,24 @@ def test_tests_that_are_code_run_behind_the_program_each_on_its_own():
     assert scored(tests, *map(fenced, programs)) == pytest.approx([2 / 3, 2 / 3, 2 / 3, 0, 0, 0])
 
 
+def test_a_program_that_replaces_what_runs_tests_still_meets_them():
+    without_asserts = """
+import builtins, re
+compiled, executed = compile, exec
+def compile(source, *given, **more):
+    return compiled(re.sub("assert.*", "pass", source) if isinstance(source, str) else source, *given, **more)
+def exec(source, *given):
+    try:
+        executed(source, *given)
+    except AssertionError:
+        executed("import os; os._exit(0)", *given)
+builtins.compile, builtins.exec = compile, exec
+def f(x):
+    return 0
+"""
+    assert scored(["assert f(1) == 2", "assert f(1) == 0"], fenced(without_asserts)) == [0.5]
+
+
 def test_a_long_output_is_compared_to_its_end():
     tests = [{"input": "200000", "output": "1234567\n" * 200_000}]  # 1.6 MB
     program = "n = int(input())\nfor k in range({}):\n    print(1234567)"
