@@ -97,9 +97,11 @@ def test_texts_that_cannot_be_read_fail_on_all_ranks(tmp_path: Path, reward_mode
     assert all("L104" in outcome[2] and "score.weight" in outcome[2] for outcome in outcomes)
 
 
-def _judged(folder: str, batches: list[list[list[str]]]) -> tuple[list[list[str | float]], str]:
+def _judged(
+    folder: str, batches: list[list[list[str]]], weight: float = 1.0
+) -> tuple[list[list[str | float]], str]:
     """What a reward model makes of batches of prompts, each a list per rank, and what each terminal shows."""
-    settings = RewardModel(path=folder, format="text", max_tokens=6)
+    settings = RewardModel(path=folder, format="text", max_tokens=6, weight=weight)
     model = sp.load(folder, role="reward", compute_dtype=torch.float32)
     scorer = RewardModels([LoadedRewardModel(settings, model, read_tokenizer(settings))], 64)
     found, noticed, terminal = [], set[str](), io.StringIO()
@@ -119,6 +121,13 @@ def test_a_text_that_cannot_be_read_is_shown_at_once_and_only_it_is_left_out(rew
     assert second[0][1].startswith("the text has 14 tokens, more than 6")
     assert "warning: rank 1: reward 'model' failed: the text has 14 tokens" in shown
     assert shown.count("\n") == 1 and nothing == ""
+
+
+@pytest.mark.distributed
+def test_a_model_that_is_only_measured_ends_no_run(reward_model: Path) -> None:
+    batch = [["11111+22222="], ["1111+2222=", "11111+22222="]]
+    (first, _), (second, _) = run_ranks(2, _judged, str(reward_model), [batch], 0.0)
+    assert [str(each)[:12] for each in first[0] + second[0]] == ["the text has"] * 3
 
 
 def rm_recipe(folder: Path, *overrides: str) -> str:

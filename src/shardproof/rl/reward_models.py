@@ -122,7 +122,7 @@ class RewardModels:
                 self._check(one, reasons)
             num, num_failed = (sum(row[k] for row in told.rows) for k in (0, 1))
             kinds = notice([kinds_there for _, _, kinds_there in told.rows], noticed)
-            if num and num == num_failed:
+            if one.settings.weight and num and num == num_failed:  # one without is only measured
                 (rank, _, reason), *_ = kinds.values()
                 message = f"reward model {one.settings.name!r} can read no text of the batch: rank {rank}: {reason}."
                 raise fail("R504", "reward", message, fix="see docs/reward-models.md#what-it-reads")
