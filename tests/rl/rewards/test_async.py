@@ -312,6 +312,11 @@ def test_a_compute_score_of_verl_is_used_unchanged():
             spec("plain", signature="verl"),
             "cannot be called as (data_source, solution_str, ground_truth, extra_info)",
         ),
+        (
+            spec("sizes", signature="trl"),
+            "cannot be called as (prompts, completions, completion_ids, trainer_state, log_extra, log_metric): "
+            "got an unexpected keyword argument 'completion_ids'",
+        ),
         (RewardSpec("numeric", signature="batch"), "signature='batch' is for your own functions"),
         (RewardSpec("numeric", batch_size=2), "batch_size is for your own functions"),
         (RewardSpec("numeric", concurrency=2), "concurrency is for async functions"),

@@ -1,5 +1,6 @@
 """What a sample's reward is made of: sums, no signal, clipping, and each reward normalised. TRL's are in tests/rl/parity."""
 
+import asyncio
 import dataclasses
 
 import numpy as np
@@ -226,3 +227,16 @@ def test_not_a_number_is_no_signal_where_trl_takes_it_so():
     assert found == [Outcome(None), Outcome(1.0)]
     found = Function(lambda *lists: [float("nan"), 1.0], RewardSpec("m:f", signature="batch")).now(samples)
     assert found == [Outcome(0.0, "returned nan, expected a finite number"), Outcome(1.0)]
+
+
+def test_an_option_that_has_the_name_of_a_column_is_a_failure_that_says_so():
+    async def later(**columns):
+        return [1.0]
+
+    for function in (lambda **columns: [1.0], later):
+        asked = Function(function, RewardSpec("m:f", signature="trl", options={"level": 1}))
+        for row, values in (({"level": 2}, [0.0]), ({}, [1.0])):
+            samples = [("", "a", row)]
+            found = asyncio.run(asked.later(samples)) if asked.is_async else asked.now(samples)
+            assert [one.value for one in found] == values
+            assert not row or "multiple values for keyword argument 'level'" in found[0].error

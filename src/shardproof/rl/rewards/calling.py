@@ -60,17 +60,17 @@ class Function:
     def now(self, samples: Sequence[Sample]) -> list[Outcome]:
         """What a plain function says."""
         facts: dict[str, Any] = {}
-        return _attempted(self._arguments(samples, facts), len(samples), self.spec, facts)
+        return _attempted(lambda: self._asked(samples, facts)(), len(samples), self.spec, facts)
 
     async def later(self, samples: Sequence[Sample]) -> list[Outcome]:
         """What an async function says, within its time."""
         facts: dict[str, Any] = {}
-        call, process = self._arguments(samples, facts), os.getpid()
+        process = os.getpid()
         limit_s = None if math.isinf(self.longest_s) else self.longest_s
         try:
             # Awaited in this very task: what a task of its own raises to leave would end the whole loop.
             async with asyncio.timeout(limit_s) as limit:
-                value = await call()
+                value = await self._asked(samples, facts)()
             return _read(value, len(samples), self.spec, facts)
         except KeyboardInterrupt:
             raise
@@ -81,7 +81,8 @@ class Function:
         finally:
             end_fork_of(process)
 
-    def _arguments(self, samples: Sequence[Sample], facts: dict[str, Any]) -> Callable[[], Any]:
+    def _asked(self, samples: Sequence[Sample], facts: dict[str, Any]) -> Callable[[], Any]:
+        """The call. TypeError if an option has the name of a column that is passed as well."""
         options = dict(self.spec.options)  # of users' functions: built-in ones were made with theirs
         if not self.spec.is_batched:
             ((prompt, completion, row),) = samples

@@ -137,7 +137,9 @@ def _users_function(spec: RewardSpec) -> Reward:
         names = ("prompts", "completions", "rows")
     try:
         if spec.signature == "trl":
-            inspect.signature(function)  # its columns are those of the data
+            names = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+            # The columns of the data are not known here.
+            inspect.signature(function).bind_partial(**dict.fromkeys(names), **spec.options)
         elif spec.signature == "verl":
             names = ("data_source", "solution_str", "ground_truth", "extra_info")
             inspect.signature(function).bind(**dict.fromkeys(names), **spec.options)
