@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import json
 import math
+import shutil
 from contextlib import nullcontext, redirect_stderr
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -159,6 +161,26 @@ def test_a_reward_model_is_trained_saved_and_resumed(tmp_path: Path) -> None:
     # It is written in the source's 16 bits; the run evaluated its float32 weights.
     assert last["eval/reward/chosen"] == pytest.approx(sum(scores[::2]) / 7, abs=0.01)
     assert last["eval/reward/rejected"] == pytest.approx(sum(scores[1::2]) / 7, abs=0.01)
+
+
+def test_a_trained_model_scores_batches_though_its_source_named_no_padding(tmp_path: Path) -> None:
+    source, run = tmp_path / "source", tmp_path / "run"
+    shutil.copytree(TEACHER, source)
+    config = json.loads((source / "config.json").read_text())
+    assert config.pop("pad_token_id") == 0
+    (source / "config.json").write_text(json.dumps(config))
+    run_ranks(1, run_recipe, rm_recipe(run, f"model.path={source}", "train.steps=1", "output.eval_every=0"))
+    model = AutoModelForSequenceClassification.from_pretrained(run / "model", dtype=torch.float32)
+    padded = AutoTokenizer.from_pretrained(run / "model")(
+        ["1+2=3", "11+22=33"], padding=True, return_tensors="pt"
+    )
+    with torch.no_grad():
+        found = model(**padded).logits[:, 0].tolist()
+    texts = [
+        row[mask > 0].tolist()
+        for row, mask in zip(padded["input_ids"], padded["attention_mask"], strict=True)
+    ]
+    assert found == pytest.approx(plain_scores(run / "model", texts), abs=1e-5)
 
 
 def _scores(folder: str, texts: list[list[int]]) -> list[float]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from transformers import PretrainedConfig
 
 from shardproof.rl.algorithms.base import Algorithm
 from shardproof.rl.data import Prompt, Share
@@ -15,6 +16,13 @@ from shardproof.rl.sources.given import margin_of
 from shardproof.shard.sharded_model import ShardedModel
 from shardproof.train.batching import Batch
 from shardproof.train.score import scored_text, scores
+
+
+def with_padding(config: PretrainedConfig, tokenizer: Any) -> None:
+    """Name the tokenizer's padding in a config that names none: transformers' classifiers take no batch without it."""
+    config, padding = config.get_text_config(), getattr(tokenizer, "pad_token_id", None)
+    if config.pad_token_id is None and padding is not None and padding < config.vocab_size:
+        config.pad_token_id = padding
 
 
 def scored_pairs(prompts: Sequence[Prompt], padding: int | None) -> Batch:

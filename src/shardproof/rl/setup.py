@@ -16,6 +16,7 @@ from shardproof.dist.launch import init_distributed
 from shardproof.environments.pool import EnvironmentPool
 from shardproof.errors import fail
 from shardproof.export.stream import WeightStream
+from shardproof.model.roles import REWARD
 from shardproof.rl.algorithms.base import Algorithm
 from shardproof.rl.algorithms.registry import make_algorithm
 from shardproof.rl.background import BackgroundRollouts
@@ -34,6 +35,7 @@ from shardproof.rl.models import load_role, make_trainer
 from shardproof.rl.offline import OfflineData
 from shardproof.rl.proofs import Ledger
 from shardproof.rl.reward_models import RewardModels, load_reward_models
+from shardproof.rl.reward_pairs import with_padding
 from shardproof.rl.rewards.from_recipe import make_rewards
 from shardproof.rl.rollouts import Sampler
 from shardproof.rl.rounds import Means
@@ -188,6 +190,8 @@ def _load_models(
     """Load every role that a run needs. Collective: every rank."""
     load = partial(load_role, recipe, config=inputs.config, ledger=ledger, step=step)
     policy = load(None, algorithm.spec.role)
+    if algorithm.spec.role == REWARD:
+        with_padding(policy.model.config, inputs.tokenizer)
     reference = load(recipe.reference, "reference") if keeps_reference(recipe, algorithm) else None
     if recipe.algorithm.reference_sync_every:
         with together("reference"):
