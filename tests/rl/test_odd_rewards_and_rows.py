@@ -9,11 +9,13 @@ import numpy
 import psutil
 import pytest
 
+from shardproof.config.load import from_json
 from shardproof.errors import ConfigError
+from shardproof.rl.checks import check_basis, model_folder, read_data
 from shardproof.rl.rewards.calling import Outcome, attempt
 from shardproof.rl.rewards.functions import BUILT_IN
 from shardproof.rl.rewards.runner import RewardRunner, RewardSpec
-from tests.rl.runs import load_rows
+from tests.rl.runs import load_rows, small_recipe
 
 pytestmark = pytest.mark.fault
 
@@ -78,6 +80,22 @@ def test_a_type_that_is_no_number_is_named_with_its_library():
     assert (
         attempt(lambda *sample: numpy.array([1.0]), SAMPLE)[1] == "returned numpy.ndarray, expected a number"
     )
+
+
+def test_a_reward_needs_nothing_of_rows_that_it_is_not_about(tmp_path):
+    own = RewardSpec("numeric", only={"kind": ("sum",)})
+    assert load(tmp_path, [own], answer=None, kind="proof")
+    with pytest.raises(ConfigError, match="'answer' is null"):
+        load(tmp_path, [own], answer=None, kind="sum")
+
+
+def test_a_reward_that_is_about_no_row_is_refused_with_what_rows_have(tmp_path):
+    settings = ['reward.functions=[{name="numeric", only={prompt=["1+1", "1+2"]}}]', "data.evaluation=none"]
+    recipe = from_json(small_recipe(tmp_path, *settings, "output.eval_every=0"))
+    with pytest.raises(
+        ConfigError, match=r"reward 'numeric': no row fits its 'only': 'prompt' holds '.*=', .*\.\.\."
+    ):
+        read_data(recipe, check_basis(recipe, model_folder(recipe.model.path)))
 
 
 def load(folder, rewards, **cells):

@@ -40,6 +40,9 @@ class Reward(Section):
     concurrency: Annotated[int, Bound(gt=0, le=4096)] | None = None
     """Most calls of an `async def` function at once, per rank. By default 32, for `judge` 16, for `code`
     `reward.num_workers`."""
+    only: dict[str, str | int | list[str | int]] = Field(default_factory=dict)
+    """Which rows the function is about: columns, and the value that a row must have there, or a list of values, such
+    as `{ data_source = ["gsm8k", "math"] }`. About other rows it has nothing to say. By default it is about all rows."""
     clip: Interval | None = None
     """Lowest and highest value that counts in the total, such as `[-5, 5]`. Metrics of the function itself show
     what it returned."""
@@ -57,6 +60,8 @@ class Reward(Section):
             raise ValueError(f"label: {self.key!r} is the name of another metric; choose another label")
         if self.batch_size is not None and self.signature not in ("batch", "trl"):
             raise ValueError("batch_size is for signature='batch' or 'trl'")
+        if empty := [column for column, values in self.only.items() if values == []]:
+            raise ValueError(f"only.{empty[0]} is an empty list: no row could fit it")
         if self.clip is not None and not self.clip[0] < self.clip[1]:
             raise ValueError(f"clip={list(self.clip)}: the first number must be below the second")
         return self

@@ -33,6 +33,7 @@ from shardproof.rl.rewards.from_recipe import check_rewards
 from shardproof.rl.sources.pass_rates import select
 from shardproof.rl.sources.reading import (
     Limits,
+    check_chosen,
     dropped_of,
     encode,
     read_held_out,
@@ -128,6 +129,7 @@ def read_data(recipe: Recipe, basis: Basis, pool: EnvironmentPool | None = None)
         sets = held_out_sets(recipe)
         train = read_training(recipe, environment)
         readings = [train, *(read_held_out(recipe, each, environment) for each in sets)]
+        check_chosen(recipe, readings)
         has_messages = any(each.has_messages for each in readings)
         opened = open_first(recipe, basis, environment, train.rows, has_messages)
         context = max_positions(basis.config) if opened.rules is None else opened.rules.max_tokens

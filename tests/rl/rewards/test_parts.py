@@ -138,8 +138,10 @@ def test_a_recipes_entry_reaches_its_function_whole():
         batch_size=4,
         concurrency=3,
         clip=(0, 1),
+        only={"kind": "a", "level": [1, 2]},
     )
-    assert spec_of(section) == RewardSpec("m:f", 2.0, "x", {"k": 1}, "trl", 4, 3, (0.0, 1.0))
+    only = {"kind": ("a",), "level": (1, 2)}
+    assert spec_of(section) == RewardSpec("m:f", 2.0, "x", {"k": 1}, "trl", 4, 3, (0.0, 1.0), only)
 
 
 @pytest.mark.parametrize(
@@ -158,6 +160,7 @@ def test_a_recipes_entry_reaches_its_function_whole():
         (['reward.functions=[{name="numeric",label="pass@1"}]'], "has a slash or an @"),
         (['reward.models=[{path="x",name="reward_se"}]'], "cannot name a reward model"),
         (['reward.functions=[{name="m:f",batch_size=2}]'], "batch_size is for signature='batch' or 'trl'"),
+        (['reward.functions=[{name="m:f",only={kind=[]}}]'], "only.kind is an empty list"),
         (['reward.functions=[{name="m:f",clip=[1,0]}]'], "the first number must be below the second"),
         (["reward.clip=[1,1]"], "the first number must be below the second"),
         (["reward.clip=[0,1]", "reward.normalise=each"], "clip is for normalise='sum'"),
@@ -240,3 +243,39 @@ def test_an_option_that_has_the_name_of_a_column_is_a_failure_that_says_so():
             found = asyncio.run(asked.later(samples)) if asked.is_async else asked.now(samples)
             assert [one.value for one in found] == values
             assert not row or "multiple values for keyword argument 'level'" in found[0].error
+
+
+def test_a_function_is_asked_about_its_own_rows_alone():
+    rows = [
+        {"kind": "a", "n": 1},
+        {"kind": "b", "n": 2},
+        {"n": 3},
+        {"kind": ["a"], "n": 4},
+        {"kind": "c", "n": 5},
+    ]
+    samples = [("", "", row) for row in rows]
+    only = {"kind": ("a", "c")}
+
+    def numbers(prompts, completions, rows):
+        return [row["n"] for row in rows]
+
+    async def later(prompt, completion, row):
+        return row["n"]
+
+    expected = [Outcome(value) for value in (1.0, None, None, None, 5.0)]
+    batched = Function(numbers, RewardSpec("m:f", signature="batch", only=only))
+    assert batched.now(samples) == expected and batched.now(samples[1:2]) == [Outcome(None)]
+    single = Function(later, RewardSpec("m:f", only=only))
+    assert [asyncio.run(single.later([sample]))[0] for sample in samples] == expected
+    both = [
+        RewardSpec("numeric", only={"kind": ("a",)}),
+        RewardSpec("exact_match", 0.5, only={"kind": ("b",)}),
+    ]
+    texts = [("", "7", {"kind": "a", "answer": "7"}), ("", "no", {"kind": "b", "answer": "no"})]
+    with RewardRunner(both) as runner:
+        scored = runner.score([*texts, ("", "7", {"answer": "7"})])
+    assert [(one.total, one.parts, one.silent) for one in scored] == [
+        (1.0, {"numeric": 1.0}, False),
+        (0.5, {"exact_match": 1.0}, False),
+        (0.0, {}, True),
+    ]

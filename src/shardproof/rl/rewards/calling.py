@@ -58,12 +58,24 @@ class Function:
         return self.spec.concurrency or (self._around.num_workers if own is None else int(own))
 
     def now(self, samples: Sequence[Sample]) -> list[Outcome]:
-        """What a plain function says."""
-        facts: dict[str, Any] = {}
-        return _attempted(lambda: self._asked(samples, facts)(), len(samples), self.spec, facts)
+        """What a plain function says; nothing about rows that are not its own."""
+        mine, facts = self._mine(samples), dict[str, Any]()
+        found = _attempted(lambda: self._asked(mine, facts)(), len(mine), self.spec, facts) if mine else []
+        return self._about_all(samples, found)
 
     async def later(self, samples: Sequence[Sample]) -> list[Outcome]:
-        """What an async function says, within its time."""
+        """What an async function says, within its time; nothing about rows that are not its own."""
+        mine = self._mine(samples)
+        return self._about_all(samples, await self._later(mine) if mine else [])
+
+    def _mine(self, samples: Sequence[Sample]) -> Sequence[Sample]:
+        return [sample for sample in samples if self.spec.is_about(sample[2])]
+
+    def _about_all(self, samples: Sequence[Sample], mine: Iterable[Outcome]) -> list[Outcome]:
+        found = iter(mine)
+        return [next(found) if self.spec.is_about(row) else Outcome(None) for _, _, row in samples]
+
+    async def _later(self, samples: Sequence[Sample]) -> list[Outcome]:
         facts: dict[str, Any] = {}
         process = os.getpid()
         limit_s = None if math.isinf(self.longest_s) else self.longest_s

@@ -22,6 +22,7 @@ def spec_of(section: Reward) -> RewardSpec:
         section.batch_size,
         section.concurrency,
         None if clip is None else (clip[0], clip[1]),
+        {name: tuple(held) if isinstance(held, list) else (held,) for name, held in section.only.items()},
     )
 
 

@@ -80,6 +80,8 @@ def row_check(spec: RewardSpec | str) -> RowCheck | None:
 
 def row_problem(spec: RewardSpec | str, row: dict[str, Any]) -> str | None:
     """What keeps a built-in reward from scoring completions of this row."""
+    if isinstance(spec, RewardSpec) and not spec.is_about(row):
+        return None
     check = row_check(spec)
     try:
         if check is not None:

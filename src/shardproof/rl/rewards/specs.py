@@ -21,6 +21,9 @@ class RewardSpec:
     batch_size: int | None = None  # most samples of one call; None: all that are there
     concurrency: int | None = None  # most calls of an async function at once; None: its own default
     clip: tuple[float, float] | None = None
+    only: Mapping[str, tuple[Any, ...]] = field(
+        default_factory=dict
+    )  # columns, and what they hold in its rows
 
     @property
     def key(self) -> str:
@@ -31,6 +34,10 @@ class RewardSpec:
     def is_batched(self) -> bool:
         """Whether one call is about several samples."""
         return self.signature in ("batch", "trl")
+
+    def is_about(self, row: Mapping[str, Any]) -> bool:
+        """Whether the row is one of those that the function is asked about."""
+        return all(row.get(column) in values for column, values in self.only.items())
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from shardproof.rollout.sampling import check_overrides
 
 logger = logging.getLogger(__name__)
 SAMPLING_COLUMN = "sampling"
+_FEW = 5  # values of a column that an error shows
 TRAINING = "data.train"  # the key of the rows to train on
 
 
@@ -101,6 +102,23 @@ def read_held_out(recipe: Recipe, held_out: HeldOut, environment: EnvironmentPoo
     )
     rows = _read(held_out.source, columns, environment)
     return Reading(held_out.key, rows, data.prompt_column, dropped=rows.dropped)
+
+
+def check_chosen(recipe: Recipe, readings: Sequence[Reading]) -> None:
+    """Raise for a reward function that is about none of the rows."""
+    rows = [row for each in readings for row in each.rows]
+    for spec in specs_of(recipe):
+        if any(map(spec.is_about, rows)):
+            continue
+        held = {column: list(dict.fromkeys(repr(row.get(column)) for row in rows)) for column in spec.only}
+        there = "; ".join(
+            f"{column!r} holds {', '.join(values[:_FEW])}{', ...' if len(values) > _FEW else ''}"
+            for column, values in held.items()
+        )
+        raise unusable(
+            f"reward {spec.key!r}: no row fits its 'only': {there}.",
+            "name a column and values that rows have",
+        )
 
 
 def _columns(
