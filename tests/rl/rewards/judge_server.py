@@ -93,13 +93,19 @@ class _Handler(BaseHTTPRequestHandler):
             return None
         elif words[0] == "html":
             return self._send(200, b"<html>it works</html>")
+        elif words[0] == "error":
+            return self._send(200, b'{"error": "no credit"}')
         elif words[0] == "deep":
             return self._send(200, b"[" * 100_000)
         elif words[0] == "refuse":
             key = self.headers.get("Authorization", "")
             return self._send(401, f"{''.join(words[1:])}wrong key: {key}".encode())
-        said = told.partition("say ")[2] or "Fine. Score: 7"
-        body = {"choices": [{"message": {"content": said}}], "usage": {"total_tokens": 30}}
+        said: Any = told.partition("say ")[2] or "Fine. Score: 7"
+        if words[0] == "parts":  # as services whose models think answer
+            said = [{"type": "thinking", "thinking": []}, {"type": "text", "text": said}]
+        elif words[0] == "silence":
+            said = [{"type": "thinking", "thinking": []}]
+        body: dict[str, Any] = {"choices": [{"message": {"content": said}}], "usage": {"total_tokens": 30}}
         if words[0] == "chunked":
             data = json.dumps(body).encode()
             self.wfile.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")

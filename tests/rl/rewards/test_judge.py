@@ -93,9 +93,9 @@ def test_scores_are_found_in_what_judges_write(server, said, options, value):
 
 
 def test_a_server_that_is_busy_or_down_is_asked_again(server):
-    found = ask(judge_of(server, retries=3), "busy 2", "down 3", "busy 1 0.2", "chunked")
-    assert [one.value for one in found] == [0.7] * 4 and [one.error for one in found] == [None] * 4
-    assert [one.facts["retries"] for one in found] == [2, 3, 1, 0]
+    found = ask(judge_of(server, retries=3), "busy 2", "down 3", "busy 1 0.2", "chunked", "parts")
+    assert [one.value for one in found] == [0.7] * 5 and [one.error for one in found] == [None] * 5
+    assert [one.facts["retries"] for one in found] == [2, 3, 1, 0, 0]
 
 
 def test_an_answer_that_ends_with_the_connection_is_read_to_its_end(server):
@@ -137,13 +137,16 @@ def test_a_server_that_says_when_to_come_back_is_left_alone_until_then(server):
 
 def test_servers_that_never_answer_well_are_failures_that_say_why(server):
     judge = judge_of(server, retries=1, timeout_s=2.0)
-    found = ask(judge, "hang", "cut", "noise", "html", "deep", "busy 9", "down 9")
+    found = ask(judge, "hang", "cut", "noise", "html", "error", "silence", "deep", "busy 9", "down 9")
     assert [one.error for one in found] == [
         "RuntimeError: the judge did not answer in 2 s, in 2 attempts",
         "RuntimeError: the judge cannot be reached: the server's answer ended too early, or is too long, in 2 attempts",
         "RuntimeError: the judge cannot be reached: the server did not answer in HTTP, in 2 attempts",
-        *["RuntimeError: the judge's answer is not that of a chat completion, in 2 attempts"] * 2,
-        "RuntimeError: the judge answered with status 429, in 2 attempts",
+        "RuntimeError: the judge's answer is not that of a chat completion: <html>it works</html>, in 2 attempts",
+        'RuntimeError: the judge\'s answer is not that of a chat completion: {"error": "no credit"}, in 2 attempts',
+        "RuntimeError: the judge's answer has no text, in 2 attempts",
+        f"RuntimeError: the judge's answer is not that of a chat completion: {'[' * 200}, in 2 attempts",
+        "RuntimeError: the judge answered with status 429: slow down, in 2 attempts",
         "RuntimeError: the judge answered with status 503, in 2 attempts",
     ]
     assert set(server.seen.values()) == {2}

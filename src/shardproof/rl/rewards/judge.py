@@ -234,19 +234,20 @@ class Judge:
             raise _Retry(f"the judge did not answer in {self.timeout_s:g} s") from None
         except (OSError, ValueError) as error:
             raise _Retry(self._safe(f"the judge cannot be reached: {error}")) from None
+        said = self._safe(answer.body.decode("utf-8", "replace")).strip()[:_SHOWN]
+        status = f"the judge answered with status {answer.status}{': ' * bool(said)}{said}"
         if answer.status in _LATER or answer.status >= 500:
-            raise _Retry(f"the judge answered with status {answer.status}", _retry_after(answer))
+            raise _Retry(status, _retry_after(answer))
         if answer.status != 200:
-            said = self._safe(answer.body.decode("utf-8", "replace"))[:_SHOWN]
-            raise RuntimeError(f"the judge answered with status {answer.status}: {said}")
+            raise RuntimeError(status)
         try:
             found = json.loads(answer.body)
-            said = found["choices"][0]["message"]["content"]
+            text = _text_in(found["choices"][0]["message"]["content"])
         except (ValueError, KeyError, IndexError, TypeError, RecursionError):
-            raise _Retry("the judge's answer is not that of a chat completion") from None
-        if not isinstance(said, str):
+            raise _Retry(f"the judge's answer is not that of a chat completion: {said}") from None
+        if text is None:
             raise _Retry("the judge's answer has no text")
-        return said, _tokens_in(found)
+        return text, _tokens_in(found)
 
     def _value(self, text: str) -> float:
         low, high = self.scale
@@ -264,6 +265,13 @@ class Judge:
     def _safe(self, text: str) -> str:
         """Without the key, which servers repeat in errors. Before the text is cut: a part of a key is no match."""
         return text.replace(self._key, "***") if self._key else text
+
+
+def _text_in(content: Any) -> str | None:
+    """What a message says: text, or the texts among its parts."""
+    if isinstance(content, list):
+        content = "".join(part["text"] for part in content if part["type"] == "text") or None
+    return content if isinstance(content, str) else None
 
 
 def _tokens_in(answer: Mapping[str, Any]) -> int:
