@@ -109,6 +109,7 @@ class RunFolder:
         if not state.is_used:
             write_settings(self.path, self.recipe, {})
         self.step = max(state.steps, default=0) if chosen is None else chosen
+        self._put_aside_best(self.step)
         self._facts = take_facts(self.recipe, self._hosts)
         write_facts(self.path, self._facts, "running", self.step)
 
@@ -150,12 +151,22 @@ class RunFolder:
             for later in checkpoint_steps(root):
                 if later > step:
                     self._put_aside(step, root / checkpoint_name(later))
-        best = read_best(self.path)
-        stays = {BEST} if step and best is not None and best["step"] <= step else set()
-        for name in (MODEL, ADAPTER, BEST):  # where there is a model, a run was complete
-            if name not in stays and (self.path / name).is_dir():
+        for name in (MODEL, ADAPTER):  # where there is a model, a run was complete
+            if (self.path / name).is_dir():
                 self._put_aside(step, self.path / name)
+        self._put_aside_best(step)
         self._supersede(step)
+
+    def _put_aside_best(self, step: int) -> None:
+        """Put the best model aside if what goes on from this step does not know of it, and might replace it by a worse one.
+
+        It is of a later step, whose evaluation is made again, or was best by another metric.
+        """
+        best, metric = read_best(self.path), self.recipe.evaluation.best
+        is_known = step > 0 and best is not None and best["step"] <= step
+        is_same = best is not None and metric in (None, best["metric"])
+        if not (is_known and is_same) and (self.path / BEST).is_dir():
+            self._put_aside(step, self.path / BEST)
 
     def _put_aside(self, step: int, folder: Path) -> None:
         aside = folder.with_name(f"{SUPERSEDED}{folder.name}")
