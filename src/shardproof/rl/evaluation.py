@@ -139,7 +139,7 @@ def _measure(
     function's own mean is over those that it has a value of. A mean of nothing is NaN, which is no best. Collective: every rank.
     """
     names = sampler.reward_names
-    read = reader(task.majority, task.success.names[0]) if task.num_samples > 1 else None
+    read = reader(task.majority, sampler.function_of(task.success.names[0])) if task.num_samples > 1 else None
     mine = [_told(group, task.success, read) for group in in_groups(trajectories)]
     counts = [count for made in trajectories for count in token_counts(made.sampled)]
     written = sorted({version for num, version in counts if num and version is not None})

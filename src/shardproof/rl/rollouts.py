@@ -53,6 +53,11 @@ class Sampler:
         functions += [spec.name for spec in self.models.specs] if self.models is not None else []
         return functions if self.conversations is None else [*functions, NAME]
 
+    def function_of(self, key: str) -> str:
+        """The reward function whose values are called so, which a label may hide."""
+        specs = self.rewards.specs if self.rewards is not None else []
+        return next((spec.name for spec in specs if spec.key == key), key)
+
     @property
     def is_rewarded(self) -> bool:
         """Whether some reward counts; otherwise all are only measured."""
