@@ -135,6 +135,7 @@ def test_verl(tmp_path):
         4,
         5,
     )
+    assert recipe.evaluation.top_k == 0  # its evaluations draw from all tokens, unless they say otherwise
     assert [each.source for each in recipe.evaluation.sets] == ["c.parquet"]
     assert (recipe.output.folder, recipe.model.lora and recipe.model.lora.r) == ("ckpt/e1", 8)
     assert "trainer.nnodes=2" in made.draft.gaps

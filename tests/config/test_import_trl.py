@@ -35,6 +35,9 @@ VALUES = [
     # Evaluations: as often as lines are logged, with as many completions as training has, on all rows.
     ("grpo", EVALUATED, {"output.eval_every": 10, "output.eval_samples": 8, "output.eval_prompts": 2**20}),
     ("grpo", {**EVALUATED, "eval_steps": 0.25}, {"output.eval_every": 10}),
+    # One completion per row is drawn like all others, and not greedily.
+    ("grpo", {**EVALUATED, "num_generations_eval": 1, "temperature": 0.9},
+     {"output.eval_samples": 1, "evaluation.temperature": 0.9}),
     ("grpo", {**SAMPLED, "save_steps": 0.1}, {"output.save_every": 4}),
     ("grpo", {**SAMPLED, "project": "mine", "report_to": ["wandb"]}, {"output.project": "mine", "output.trackers": ["wandb"]}),
     ("grpo", {**SAMPLED, "lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": '{"min_lr_rate": 0.1}'},

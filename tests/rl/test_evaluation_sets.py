@@ -20,6 +20,7 @@ from tests.rl.runs import TINY, comparable, lines, run_recipe, small_recipe, wri
 
 pytestmark = pytest.mark.distributed
 
+ASIDE = "superseded-best"
 ROWS = [{"question": f"{a}+{a}=", "sum": str(2 * a)} for a in range(6)]
 
 
@@ -112,6 +113,66 @@ def test_what_was_best_before_a_run_began_anew_counts_no_more(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(first)  # as if the run had been killed in its first step
     run_ranks(1, run_recipe, recipe)
     assert json.loads((tmp_path / "best" / "best.json").read_text())["value"] <= 1.0
+
+
+def test_a_best_model_that_a_run_goes_on_from_before_is_put_aside(tmp_path):
+    """A run that was killed after its best evaluation: what it finds on its way there again may be worse."""
+    settings = ["output.eval_every=1", "output.save_every=2", "train.steps=3", "output.save_model=false"]
+    run_ranks(1, run_recipe, small_recipe(tmp_path, *settings, "evaluation.best=eval/exact_match"))
+    note = {"step": 3, "metric": "eval/exact_match", "value": 2.0}  # more than any evaluation reaches
+    (tmp_path / "best" / "best.json").write_text(json.dumps(note))
+    run_ranks(1, run_recipe, small_recipe(tmp_path, *settings, "evaluation.best=eval/exact_match"))
+    aside, now = (json.loads((tmp_path / each / "best.json").read_text()) for each in (ASIDE, "best"))
+    assert aside == note and now["value"] <= 1.0 and (tmp_path / ASIDE / "model" / "config.json").exists()
+    # Another metric finds another model.
+    run_ranks(1, run_recipe, small_recipe(tmp_path, *settings, "evaluation.best=eval/pass@1"))
+    assert json.loads((tmp_path / ASIDE / "best.json").read_text()) == now
+    assert json.loads((tmp_path / "best" / "best.json").read_text())["metric"] == "eval/pass@1"
+
+
+def test_a_label_does_not_hide_how_a_function_reads_answers(tmp_path):
+    rewards = "reward.functions=[{name='exact_match', label='right'}]"
+    settings = ["output.eval_every=1", "output.eval_samples=4", "train.steps=1", "output.save_model=false"]
+    run_ranks(1, run_recipe, small_recipe(tmp_path, *settings, rewards))
+    assert all("eval/maj@4" in line["metrics"] for line in lines(tmp_path / "metrics.jsonl"))
+
+
+def test_sets_draw_as_they_say_or_as_the_evaluation_or_as_training():
+    overrides = [
+        *("output.eval_every=1", "rollout.top_k=9", "rollout.min_p=0.1", "rollout.max_new_tokens=8"),
+        *("evaluation.top_k=0", "evaluation.temperature=0.7", "evaluation.max_new_tokens=6"),
+        "evaluation.sets=[{name='a', source='x', top_k=3, min_p=0.0, top_p=0.5, max_new_tokens=5, samples=2}]",
+    ]
+    whole, own = held_out_sets(load_recipe(TINY, overrides))
+    assert whole.drawing == {
+        "temperature": 0.7, "max_new_tokens": 6, "top_p": 1.0, "top_k": 0, "min_p": 0.1
+    }  # fmt: skip
+    assert own.drawing == {
+        "temperature": 0.7, "max_new_tokens": 5, "top_p": 0.5, "top_k": 3, "min_p": 0.0
+    }  # fmt: skip
+    assert (whole.length_key, own.length_key) == (
+        "evaluation.max_new_tokens",
+        "evaluation.sets.0.max_new_tokens",
+    )
+    greedy, few = held_out_sets(
+        load_recipe(TINY, [overrides[0], "evaluation.sets=[{name='a', source='x', samples=3}]"])
+    )
+    assert (greedy.temperature, few.temperature, few.length_key) == (0.0, 1.0, "rollout.max_new_tokens")
+
+
+def test_what_is_never_evaluated_asks_for_nothing():
+    sets = "evaluation.sets=[{name='a', source='x', every=2, samples=8}]"
+    recipe = load_recipe(TINY, ["output.eval_every=0", "evaluation.pass_at=[1, 8]", sets])
+    assert [(each.every, each.pass_at) for each in held_out_sets(recipe)] == [(0, (1, 8)), (2, (1, 8))]
+
+
+def test_an_evaluation_draws_with_settings_of_its_own(tmp_path):
+    """The most likely token alone, at any temperature: all completions of a row are the same."""
+    settings = ["output.eval_every=1", "output.eval_samples=4", "evaluation.pass_at=[1,4]", "train.steps=1"]
+    settings += ["output.save_model=false", "rollout.top_k=5", "evaluation.top_k=1"]
+    run_ranks(1, run_recipe, small_recipe(tmp_path, *settings))
+    for line in lines(tmp_path / "metrics.jsonl"):
+        assert line["metrics"]["eval/pass@4"] == line["metrics"]["eval/pass@1"]
 
 
 def test_what_no_reward_speaks_of_has_no_mean_and_is_not_the_best(tmp_path):

@@ -160,6 +160,13 @@ def test_rows_and_stop_ids_are_checked_before_a_start(tmp_path):
         "rollout.row_overrides=['max_new_tokens']",
     ]
     assert "max_new_tokens=2 is above the 1 that the recipe allows these rows" in refused(*held_out)
+    for keys in (
+        "evaluation.max_new_tokens=500",
+        f"evaluation.sets=[{{name='a',source='{rows}',max_new_tokens=500}}]",
+    ):
+        key = keys.partition("=")[0] + (".0.max_new_tokens" if "sets" in keys else "")
+        said = refused("output.eval_every=1", keys)
+        assert f"{key}=500 does not fit the model's" in said and f"or lower {key};" in said
     recipe = small_recipe(tmp_path, data, "rollout.stop_ids=[3]")
     found = check_inputs(from_json(recipe))
     assert 3 in found.stop_ids and all(prompt.sampling is None for prompt in found.prompts)

@@ -7,10 +7,11 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from shardproof.config.numbers import Bound, Count, Steps, Tokens
+from shardproof.config.numbers import Bound, Count, Fraction, Part, Steps, Tokens
 from shardproof.config.section import Section
 
 Temperature = Annotated[float, Bound(ge=0.0, le=100.0)]  # 0: the most likely token
+TopK = Annotated[int, Bound(ge=0, le=2**30)]  # 0: all tokens
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
 _TAKEN = ("reward", "logps")  # as in eval/reward/accuracy and eval/logps/chosen, of preferences
 _BEST = re.compile(r"eval/\S+")
@@ -35,6 +36,13 @@ class EvaluationSet(Section):
     """Completions per row. By default `output.eval_samples`."""
     temperature: Temperature | None = None
     """Sampling temperature; 0 takes the most likely token. By default `evaluation.temperature`."""
+    top_p: Part | None = None
+    """Nucleus. By default `evaluation.top_p`."""
+    top_k: TopK | None = None
+    """Draw only from this many of the most likely tokens; 0 from all. By default `evaluation.top_k`."""
+    min_p: Fraction | None = None
+    """Draw only tokens that are at least this share as likely as the most likely one; 0 all. By default
+    `evaluation.min_p`."""
     max_new_tokens: Tokens | None = None
     """Longest completion. By default `evaluation.max_new_tokens`."""
     pass_at: list[Count] | None = None
@@ -61,13 +69,19 @@ class Evaluation(Section):
     row, else `rollout.temperature`."""
     max_new_tokens: Tokens | None = None
     """Longest completion in evaluations. By default `rollout.max_new_tokens`."""
-    top_p: Annotated[float, Bound(gt=0.0, le=1.0)] | None = None
+    top_p: Part | None = None
     """Nucleus of evaluations. By default `rollout.top_p`."""
+    top_k: TopK | None = None
+    """Draw only from this many of the most likely tokens in evaluations; 0 from all. By default
+    `rollout.top_k`."""
+    min_p: Fraction | None = None
+    """Draw only tokens that are at least this share as likely as the most likely one in evaluations; 0 all. By
+    default `rollout.min_p`."""
     pass_at: list[Count] = Field(default_factory=list)
     """The numbers k of pass@k, such as `[1, 8, 32]`, none above the completions per row. By default that number."""
     majority: Literal["auto", "number", "boxed", "text", "none"] = "auto"
     """How the answer of a completion is read for the majority vote: its last `"number"`, its last `"boxed"`
-    expression, its whole `"text"`, or no vote. `"auto"`: as the first reward function reads it, `numeric`,
+    expression, its whole `"text"`, or no vote. `"auto"`: as the function that decides pass@k reads it, `numeric`,
     `math_verify` or `exact_match`; no vote for others."""
     best: str | None = None
     """Keep the model of the best evaluation in `best/`: the metric that decides, such as `"eval/pass@1"` or

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from shardproof.config.evaluation import EvaluationSet
 from shardproof.config.sections import Sections
@@ -23,8 +24,17 @@ class HeldOut:
     samples: int
     temperature: float
     max_new_tokens: int
+    length_key: str  # of the recipe, that says max_new_tokens
     top_p: float
+    top_k: int
+    min_p: float
     pass_at: tuple[int, ...]
+
+    @property
+    def drawing(self) -> dict[str, Any]:
+        """The settings of `Sampling` that an evaluation has of its own."""
+        keys = ("temperature", "max_new_tokens", "top_p", "top_k", "min_p")
+        return {key: getattr(self, key) for key in keys}
 
     @property
     def prefix(self) -> str:
@@ -64,9 +74,15 @@ def named_sources(recipe: Sections) -> dict[str, str]:
 def _filled(recipe: Sections, given: EvaluationSet, name: str, key: str) -> HeldOut:
     output, whole, rollout = recipe.output, recipe.evaluation, recipe.rollout
     samples = given.samples or output.eval_samples
-    temperature = whole.temperature if given.temperature is None else given.temperature
-    if temperature is None:
-        temperature = 0.0 if samples == 1 else rollout.temperature
+
+    def first(field: str) -> Any:
+        """What the set says, or else the whole evaluation, or else sampling in training."""
+        said = (getattr(each, field) for each in (given, whole, rollout))
+        return next(value for value in said if value is not None)
+
+    is_greedy = samples == 1 and given.temperature is None and whole.temperature is None
+    own_length = key.replace(".source", ".max_new_tokens") if given.max_new_tokens is not None else None
+    whole_length = "rollout.max_new_tokens" if whole.max_new_tokens is None else "evaluation.max_new_tokens"
     pass_at = whole.pass_at if given.pass_at is None else given.pass_at
     return HeldOut(
         name=name,
@@ -77,9 +93,12 @@ def _filled(recipe: Sections, given: EvaluationSet, name: str, key: str) -> Held
         every=output.eval_every if given.every is None else given.every,
         prompts=given.prompts or output.eval_prompts,
         samples=samples,
-        temperature=temperature,
-        max_new_tokens=given.max_new_tokens or whole.max_new_tokens or rollout.max_new_tokens,
-        top_p=rollout.top_p if whole.top_p is None else whole.top_p,
+        temperature=0.0 if is_greedy else first("temperature"),
+        max_new_tokens=first("max_new_tokens"),
+        length_key=own_length or whole_length,
+        top_p=first("top_p"),
+        top_k=first("top_k"),
+        min_p=first("min_p"),
         pass_at=tuple(sorted(set(pass_at) or {samples})),
     )
 
@@ -91,17 +110,22 @@ def evaluation_problem(recipe: Sections) -> str | None:
         return "output.eval_every needs held-out prompts: set data.evaluation"
     for each in sets:
         where = f"evaluation of {each.name or 'data.evaluation'}"
+        if not each.every:
+            if each.name:
+                return f"{where}: it is never evaluated; set its key every, or output.eval_every"
+            continue
         if each.pass_at[-1] > each.samples:
             keys = "samples, or lower pass_at of this set"
             if not each.name:
                 keys = "output.eval_samples, or lower evaluation.pass_at"
             return f"{where}: pass@{each.pass_at[-1]} needs as many completions per row, not {each.samples}: raise {keys}"
         if each.samples > 1 and each.temperature == 0.0:
-            return f"{where}: with temperature 0 all of the {each.samples} completions per row are the same: use 1"
-        if each.every and each.max_new_tokens < recipe.rollout.min_new_tokens:
+            return (
+                f"{where}: with temperature 0 all of the {each.samples} completions per row are the same: use 1, or a "
+                "temperature above 0"
+            )
+        if each.max_new_tokens < recipe.rollout.min_new_tokens:
             return f"{where}: max_new_tokens={each.max_new_tokens} is below rollout.min_new_tokens={recipe.rollout.min_new_tokens}"
-        if each.name and not each.every:
-            return f"{where}: it is never evaluated; set its key every, or output.eval_every"
     best, sets = recipe.evaluation.best, [each for each in sets if each.every]
     if best is not None and not sets:
         return f"evaluation.best={best!r}: nothing is evaluated; set data.evaluation and output.eval_every"

@@ -133,11 +133,12 @@ def read_data(recipe: Recipe, basis: Basis, pool: EnvironmentPool | None = None)
         has_messages = any(each.has_messages for each in readings)
         opened = open_first(recipe, basis, environment, train.rows, has_messages)
         context = max_positions(basis.config) if opened.rules is None else opened.rules.max_tokens
-        lengths = [recipe.rollout.max_new_tokens, *(each.max_new_tokens for each in sets)]
+        lengths = [(recipe.rollout.max_new_tokens, "rollout.max_new_tokens")]
+        lengths += [(each.max_new_tokens, each.length_key) for each in sets]
         encoded: list[list[Prompt]] = []
         rates: list[float | None] = []
-        for each, num in zip(readings, lengths, strict=True):
-            limits = Limits(context, num, basis.config.get_text_config().vocab_size)
+        for each, (num, length_key) in zip(readings, lengths, strict=True):
+            limits = Limits(context, num, basis.config.get_text_config().vocab_size, length_key)
             prompts = encode(recipe, each, basis.tokenizer, opened.rules, limits)
             if each is train:
                 prompts, rates = select(recipe, prompts, train.dropped)

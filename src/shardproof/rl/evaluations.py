@@ -122,12 +122,7 @@ def _held_out_metrics(run: Run, each: HeldOut, step: int) -> dict[str, float]:
 def _task(run: Run, each: HeldOut) -> HeldOutTask:
     return HeldOutTask(
         prompts=run.held_out[each.name][: each.prompts],
-        sampling=replace(
-            run.sampling,
-            temperature=each.temperature,
-            top_p=each.top_p,
-            max_new_tokens=each.max_new_tokens,
-        ),
+        sampling=replace(run.sampling, **each.drawing),
         num_samples=each.samples,
         pass_at=each.pass_at,
         success=Success.by(run.recipe.algorithm, run.sampler.reward_names),

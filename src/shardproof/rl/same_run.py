@@ -41,7 +41,8 @@ FREE = {
     *("environment.timeout_s", "environment.num_workers", "environment.python"),
     *("train.steps", "train.micro_batch_tokens", "train.ranks", "train.max_consecutive_skips"),
     "train.deadline_s",
-    *("evaluation.temperature", "evaluation.max_new_tokens", "evaluation.top_p", "evaluation.pass_at"),
+    *("evaluation.temperature", "evaluation.max_new_tokens", "evaluation.pass_at"),
+    *("evaluation.top_p", "evaluation.top_k", "evaluation.min_p"),
     *("evaluation.majority", "evaluation.best"),
     "output",
 }

@@ -54,6 +54,18 @@ def evaluate_all(draft: Draft, library: str) -> None:
         )
 
 
+def draw_evaluations(draft: Draft, foreign: Foreign, section: str, keys: Sequence[str]) -> None:
+    """How evaluations draw where the library says that apart from training: recipes draw as in training, unless they say it.
+
+    The default of each of the keys, and what is below it, draws from all tokens.
+    """
+    for key in keys:
+        own = max(foreign.take(f"{section}.{key}", 0), 0)
+        is_drawn = draft.values["evaluation.temperature"] > 0
+        if is_drawn and own != draft.values.get(f"rollout.{key}", 0):
+            draft.put(f"evaluation.{key}", own, f"{section}.{key}")
+
+
 def held_out(draft: Draft, files: Sequence[str], origin: str) -> None:
     """The files to evaluate on: the first, and the others as sets of their own."""
     if files:

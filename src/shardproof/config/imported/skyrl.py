@@ -7,6 +7,7 @@ from typing import Any
 from shardproof.config.imported.draft import Draft, Foreign, Same, copy
 from shardproof.config.imported.shared_settings import (
     as_list,
+    draw_evaluations,
     evaluate_all,
     fill_in_missing,
     held_out,
@@ -257,9 +258,9 @@ def _evaluation(draft: Draft, foreign: Foreign) -> None:
     if given:
         length = int(foreign.take(f"{_EVAL}.max_generate_length", 1024))
         draft.put("evaluation.max_new_tokens", length, f"{_EVAL}.max_generate_length")
-    unset = {"top_k": (-1, 0), "min_p": (0, 0.0), "repetition_penalty": (1, 1.0)}
-    for key, values in unset.items():
-        draft.lack(foreign, f"{_EVAL}.{key}", "evaluations draw as rollout says", unless=values)
+    draw_evaluations(draft, foreign, _EVAL, ["top_k", "min_p"])
+    key = f"{_EVAL}.repetition_penalty"
+    draft.lack(foreign, key, "evaluations draw as rollout says", unless=(1, 1.0))
     draft.lack(
         foreign,
         f"{_EVAL}.stop",

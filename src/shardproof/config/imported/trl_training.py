@@ -86,8 +86,10 @@ def output(draft: Draft, foreign: Foreign, updates: int, samples: int) -> None:
         _every(draft, "output.eval_every", evaluates, every, updates, "eval")
         evaluate_all(draft, "TRL")
     number = int(foreign.take("num_generations_eval", samples))
-    if "output.eval_every" in draft.values and number > 1:
+    if "output.eval_every" in draft.values and number:
         draft.put("output.eval_samples", number, "num_generations_eval, num_generations")
+        if number == 1 and samples:  # which recipes take greedily
+            draft.put("evaluation.temperature", draft.values["rollout.temperature"], "temperature")
     trackers(draft, foreign.take("report_to", "none"), "report_to")
     copy(draft, foreign, [Same("project", "output.project")])
     _hub(draft, foreign)

@@ -9,6 +9,7 @@ from shardproof.config.imported.draft import Draft, Foreign, Same, copy
 from shardproof.config.imported.shared_settings import (
     as_list,
     as_policy,
+    draw_evaluations,
     evaluate_all,
     fill_in_missing,
     held_out,
@@ -254,7 +255,7 @@ def _engine(draft: Draft, foreign: Foreign) -> None:
     number = int(foreign.take(f"{ROLLOUT}.val_kwargs.n", 1))
     is_greedy = draft.values["evaluation.temperature"] == 0.0  # all completions of a row would be the same
     draft.put("output.eval_samples", 1 if is_greedy else number, f"{ROLLOUT}.val_kwargs.n")
-    draft.lack(foreign, f"{ROLLOUT}.val_kwargs.top_k", "evaluations draw as rollout says", unless=(-1, 0))
+    draw_evaluations(draft, foreign, f"{ROLLOUT}.val_kwargs", ["top_k"])
     if foreign.take(f"{ROLLOUT}.multi_turn.enable", False):
         draft.gaps[f"{ROLLOUT}.multi_turn.enable=True"] = "write an [environment]: see docs/environments.md"
     draft.skip(foreign, f"{ROLLOUT}.multi_turn.*", "see docs/environments.md")

@@ -37,6 +37,7 @@ class Limits:
     context: int | None  # tokens of a sequence; None: any number
     max_new_tokens: int  # that may follow a prompt
     vocabulary: int | None = None  # tokens that the model has
+    length_key: str = "rollout.max_new_tokens"  # of the recipe, that says how many may follow
 
 
 @dataclass
@@ -188,7 +189,7 @@ def encode(
         raise unusable(
             f"{reading.described}: none is left.", "raise the limits of lengths, or use other rows"
         )
-    _require_room(recipe, prompts, limits.context, most)
+    _require_room(recipe, reading.key, prompts, limits, most)
     return prompts
 
 
@@ -238,8 +239,9 @@ def _without_long(
     return kept
 
 
-def _require_room(recipe: Recipe, prompts: Sequence[Prompt], limit: int | None, most: int) -> None:
+def _require_room(recipe: Recipe, source: str, prompts: Sequence[Prompt], limits: Limits, most: int) -> None:
     """Raise if some prompt and what follows it are longer than the model's context, or than a conversation may be."""
+    limit, key = limits.context, limits.length_key
     if limit is None:
         return
     longest = max(prompts, key=lambda prompt: len(prompt.tokens) + _following(recipe, prompt, most))
@@ -248,13 +250,14 @@ def _require_room(recipe: Recipe, prompts: Sequence[Prompt], limit: int | None, 
         after = _after_text(recipe)
         given = max(len(longest.completion), len(longest.rejected))
         is_given = bool(given) and following == given + after
-        key = "rollout.max_new_tokens" if most == recipe.rollout.max_new_tokens else "max_new_tokens"
         what = f"{key}={most}" if following == most else f"a completion of {following - after}"
         where = f"the model's {limit} positions" + ", of which a score needs one behind the text" * after
         if recipe.environment is not None and limit == recipe.environment.max_tokens:
             where = f"environment.max_tokens={limit}"
-        message = f"a prompt of {num} tokens with {what} does not fit {where}: {longest.text[:60]!r}."
-        fix = 'set data.too_long="drop", or lower rollout.max_new_tokens'
+        message = (
+            f"{source}: a prompt of {num} tokens with {what} does not fit {where}: {longest.text[:60]!r}."
+        )
+        fix = f'set data.too_long="drop", or lower {key}'
         if is_given:
             fix = f'set data.max_length={limit - after} and data.on_max_length="truncate" or "drop"'
         raise unusable(message, fix)
