@@ -255,8 +255,30 @@ def test_a_server_that_ends_late_or_never_is_cut():
     assert found.sampled[-1].logprobs == (-1.0, -1.0, -1.0)
 
 
+@pytest.mark.parametrize(
+    ("said", "string", "read"),
+    [
+        ("so</answer>.", "</answer>", "so"),
+        # Special tokens are no part of what is read, wherever they are in the string.
+        ("so<end>", "<end>", "so"),
+        ("so.<end>a", ".<end>a", "so"),
+        ("s<end>o é<end>ab", " é<end>a", "so"),
+        ("so<end>\n\n", "<end>\n", "so"),
+        ("<end>漢<end>", "漢<end>", ""),
+    ],
+)
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_the_text_before_a_stop_string(kind, said, string, read):
+    tokenizer = TOKENIZERS[kind]()
+    tokens, ends = (
+        tokenizer(said, add_special_tokens=False).input_ids,
+        Ends(Sampling(64, stop=StopStrings([string], tokenizer))),
+    )
+    assert ends.look(tokens)
+    assert without_stop(tokens[: ends.num], string, tokenizer) == read
+
+
 def test_the_text_that_rewards_read():
-    assert without_stop("so</b>.", "so</b", "</b>") == "so"
     prompt, said = Prompt({}, "", (1, 2)), Segment((3, 4, 5), "policy", trained=True)
     made = Trajectory.of_prompt((1, 2)).extended(said, True, "4.5")
     texts = [

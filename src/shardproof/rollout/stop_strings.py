@@ -108,10 +108,24 @@ def _completes(text: str, strings: Sequence[str]) -> bool:
     return any(string in text or string.endswith(tuple(begins)) for string in strings)
 
 
-def without_stop(text: str, before: str, string: str) -> str:
-    """A text up to the stop string that its last token completed; `before` is the text without that token."""
-    at = _place(text, before, string)
-    return text[:at] if at >= 0 else text
+def without_stop(tokens: Sequence[int], string: str, tokenizer: Any) -> str:
+    """The text of an answer, without special tokens, up to the stop string that its last token completed."""
+
+    def read(num: int, plain: bool = True) -> str:
+        return str(tokenizer.decode(tokens[:num], skip_special_tokens=plain))
+
+    num, text = len(tokens), read(len(tokens))
+    at = _place(text, read(num - 1), string)
+    if at >= 0:
+        return text[:at]
+    # Special tokens are part of the string, and not of the text.
+    whole = read(num, plain=False)
+    at = _place(whole, read(num - 1, plain=False), string)
+    if at < 0:
+        return text
+    while not (whole.startswith(begin := read(num, plain=False)) and len(begin) <= at):
+        num -= 1
+    return read(num) + whole[len(begin) : at]
 
 
 def _place(text: str, before: str, string: str) -> int:

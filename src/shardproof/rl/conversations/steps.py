@@ -134,10 +134,10 @@ def with_text(
     """
     said = trajectory.tokens[len(prompt.asked) :]
     with panics_as_errors():
-        before = tokenizer.decode(said[:-1], skip_special_tokens=True)
-        text = before if trajectory.has_stop_token else tokenizer.decode(said, skip_special_tokens=True)
-    if trajectory.stop_string and not include_stop:
-        text = without_stop(text, before, trajectory.stop_string)
+        if trajectory.stop_string and not include_stop:
+            text = without_stop(said, trajectory.stop_string, tokenizer)
+        else:
+            text = tokenizer.decode(said[: len(said) - trajectory.has_stop_token], skip_special_tokens=True)
     facts = {**trajectory.facts, "prompt": prompt.text, **prompt.facts}
     if asks is not None and asks in prompt.row:
         facts[ASKED] = prompt.row[asks]
