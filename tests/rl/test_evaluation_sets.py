@@ -234,6 +234,15 @@ def test_what_no_reward_speaks_of_has_no_mean_and_is_not_the_best(tmp_path):
             "max_new_tokens=2 is below rollout.min_new_tokens=3",
         ),
         (["evaluation.sets=[{name='a', source='environment:test'}]"], "add an [environment]"),
+        (
+            ["output.eval_every=2", "output.eval_samples=8", "evaluation.best=eval/pass@1"],
+            "is not measured: add 1 to pass_at, or use eval/pass@8",
+        ),
+        (
+            ["output.eval_every=2", "output.eval_samples=8", "evaluation.best=eval/avg@4"],
+            "each row has 8 completions; use eval/avg@8",
+        ),
+        (["output.eval_every=2", "evaluation.best=eval/maj@1"], "each row has 1 completion"),
     ],
 )
 def test_settings_that_cannot_be_meant_are_refused_by_name(overrides, said):
@@ -243,7 +252,7 @@ def test_settings_that_cannot_be_meant_are_refused_by_name(overrides, said):
 
 
 @pytest.mark.parametrize(
-    ("best", "near"), [("eval/pass@9", "eval/pass@1"), ("eval/exact/match", "eval/exact_match")]
+    ("best", "near"), [("eval/pass@one", "eval/pass@1"), ("eval/exact/match", "eval/exact_match")]
 )
 def test_a_metric_that_is_not_measured_is_named_with_those_that_are(tmp_path, best, near):
     recipe = small_recipe(tmp_path, "output.eval_every=1", f"evaluation.best={best}")
@@ -257,7 +266,7 @@ def test_a_metric_that_is_not_measured_is_named_with_those_that_are(tmp_path, be
         # No set has this name.
         ("eval/aimee/reward", ("eval/reward", "eval/aime/reward"), "eval/aime/reward"),
         ("eval/reward/accuracyy", ("eval/loss", "eval/reward/accuracy"), "eval/reward/accuracy"),
-        ("eval/aime/pass@3", ("eval/reward", "eval/aime/pass@1"), "eval/aime/pass@1"),
+        ("eval/aime/pass@k", ("eval/reward", "eval/aime/pass@1"), "eval/aime/pass@1"),
         # This set has its turn at another step.
         ("eval/aime/reward", ("eval/reward", "eval/reward_se"), None),
         ("eval/reward", ("eval/aime/reward",), None),

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from shardproof.config.evaluation import EvaluationSet
 from shardproof.config.sections import Sections
+
+_COUNTED = re.compile(r"(pass|avg|maj)@([1-9][0-9]{0,8})(?:_low|_high)?")  # metrics of so many completions
 
 
 @dataclass(frozen=True)
@@ -126,10 +129,28 @@ def evaluation_problem(recipe: Sections) -> str | None:
             )
         if each.max_new_tokens < recipe.rollout.min_new_tokens:
             return f"{where}: max_new_tokens={each.max_new_tokens} is below rollout.min_new_tokens={recipe.rollout.min_new_tokens}"
-    best, sets = recipe.evaluation.best, [each for each in sets if each.every]
-    if best is not None and not sets:
+    best = recipe.evaluation.best
+    return None if best is None else _best_problem(best, [each for each in sets if each.every])
+
+
+def _best_problem(best: str, sets: list[HeldOut]) -> str | None:
+    """Why no evaluation can have the metric of the best model, as far as settings say; None if one may have it."""
+    if not sets:
         return f"evaluation.best={best!r}: nothing is evaluated; set data.evaluation and output.eval_every"
-    if best is not None and owner_of(best, sets) is None:
+    owner = owner_of(best, sets)
+    if owner is None:
         names = ", ".join(f"{each.prefix}reward" for each in sets)
         return f"evaluation.best={best!r} is no metric of a held-out set; metrics begin as in {names}"
-    return None
+    counted = _COUNTED.fullmatch(best.removeprefix(owner.prefix))
+    if counted is None:
+        return None
+    kind, known = counted[1], owner.pass_at
+    if kind != "pass":  # measured of several completions, all of them
+        known = (owner.samples,) * (owner.samples > 1)
+    if int(counted[2]) in known:
+        return None
+    names = ", ".join(f"{owner.prefix}{kind}@{each}" for each in known)
+    if kind == "pass":
+        return f"evaluation.best={best!r} is not measured: add {counted[2]} to pass_at, or use {names}"
+    why = f"each row has {owner.samples} completion{'s' * (owner.samples > 1)}"
+    return f"evaluation.best={best!r} is not measured: {why}{f'; use {names}' if names else ''}"
