@@ -6,7 +6,7 @@ import codecs
 import json
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -88,9 +88,22 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def without_nulls(given: Mapping[str, Any]) -> dict[str, Any]:
-    """An object without the keys that have no value: a table gives every row the keys that any row has."""
-    return {key: value for key, value in given.items() if value is not None}
+def without_nulls(given: Mapping[str, Any], keep: Collection[str] = ()) -> dict[str, Any]:
+    """An object without the keys that have no value: a table gives every row the keys that any row has.
+
+    Keys to `keep` may have none.
+    """
+    return {key: value for key, value in given.items() if value is not None or key in keep}
+
+
+def without_inner_nulls(given: Any, keep: Collection[str] = ()) -> Any:
+    """The same of an object and of all that lie in it."""
+    if isinstance(given, Mapping):
+        found = {key: without_inner_nulls(value, keep) for key, value in given.items()}
+        return without_nulls(found, keep)
+    if isinstance(given, list):
+        return [without_inner_nulls(each, keep) for each in given]
+    return given
 
 
 def is_inside(path: Path, folder: Path) -> bool:

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+from shardproof.foreign import without_nulls
+
 T = TypeVar("T")
 _LOOK_S = 0.05  # how often the deadline is looked at; a call that ends is noticed at once
 
@@ -40,23 +42,59 @@ def panics_as_errors() -> Iterator[None]:
         raise
 
 
+def chat_template_of(
+    tokenizer: Any, variables: Mapping[str, Any] | None = None, tools: Sequence[Any] | None = None
+) -> str:
+    """The chat template that a conversation goes through: the one among its variables, or the tokenizer's; "" if none."""
+    own = (variables or {}).get("chat_template")
+    try:
+        return str(tokenizer.get_chat_template(own, list(tools) if tools else None))
+    except (AttributeError, ValueError):  # of tokenizers that have none, or none of that name
+        return str(own or getattr(tokenizer, "chat_template", None) or "")
+
+
+def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The messages without keys that have no value, which a table gives to all messages if one has them.
+
+    Templates ask whether there are `tool_calls`, and not what they are. What a message says may be nothing, and so may
+    what a call's arguments are.
+    """
+    found = []
+    for message in messages:
+        plain = without_nulls(message, keep=("content",))
+        if isinstance(plain.get("tool_calls"), list):
+            plain["tool_calls"] = [_plain_call(call) for call in plain["tool_calls"]]
+        found.append(plain)
+    return found
+
+
+def _plain_call(call: Any) -> Any:
+    if not isinstance(call, Mapping):
+        return call
+    plain = without_nulls(call, keep=("arguments",))
+    if isinstance(plain.get("function"), Mapping):
+        plain["function"] = without_nulls(plain["function"], keep=("arguments",))
+    return plain
+
+
 def render_chat(
     tokenizer: Any,
     messages: Sequence[Mapping[str, Any]],
     tools: Sequence[Mapping[str, Any]] | None = None,
     *,
     prompt: bool = True,
+    closed: bool = False,
     variables: Mapping[str, Any] | None = None,
 ) -> str:
     """The conversation as its tokenizer's chat template writes it. With `prompt` the model's next turn begins at its end.
 
-    `variables` are for the template, such as `enable_thinking`.
+    A conversation that ends in the model's own turn is a turn to finish, unless all turns are `closed`. `variables` are
+    for the template, such as `enable_thinking`.
     """
-    # A conversation that ends in the model's own turn is a turn to finish; a new one would follow a closed answer.
-    unfinished = prompt and messages[-1].get("role") == "assistant"
+    unfinished = prompt and not closed and messages[-1].get("role") == "assistant"
     return str(
         tokenizer.apply_chat_template(
-            [dict(message) for message in messages],
+            plain_messages(messages),
             tools=list(tools) if tools else None,
             tokenize=False,
             add_generation_prompt=prompt and not unfinished,

@@ -67,7 +67,7 @@ class Template:
     @property
     def source(self) -> str:
         """The template itself; all of them if the tokenizer has several by name."""
-        return str(getattr(self.tokenizer, "chat_template", ""))
+        return str(self.variables.get("chat_template") or getattr(self.tokenizer, "chat_template", ""))
 
     @cached_property
     def special_tokens(self) -> Mapping[int, str]:

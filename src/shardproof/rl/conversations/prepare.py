@@ -16,7 +16,7 @@ from shardproof.rl.conversations.conversation import Conversation, Rules
 from shardproof.rl.data import Prompt
 from shardproof.rl.sources.rendering import TEMPLATE_COLUMN, Rendering
 from shardproof.rl.sources.text_files import Row
-from shardproof.rl.templates import panics_as_errors
+from shardproof.rl.templates import chat_template_of, panics_as_errors
 from shardproof.rollout.trajectory import Trajectory
 from shardproof.user_code import describe_error
 
@@ -141,7 +141,7 @@ def check_variables_of_rows(rules: Rules, prompts: Sequence[Prompt]) -> None:
 
 def _uses_template(recipe: Recipe, tokenizer: Any, has_tools: bool, has_messages: bool) -> bool:
     """Whether conversations go through the chat template: with tools, with lists of messages, or with `data.chat`."""
-    if not getattr(tokenizer, "chat_template", None):
+    if not chat_template_of(tokenizer, recipe.data.chat_template_kwargs):
         if has_tools:
             message = "the environment has tools, and the tokenizer has no chat template that could show them to the model."
             raise fail(

@@ -11,7 +11,7 @@ from shardproof.rl.data import Prompt
 from shardproof.rl.sources.rendering import TEMPLATE_COLUMN, Rendering, check_variables, own_variables
 from shardproof.rl.sources.rows import Rows
 from shardproof.rl.sources.text_files import Row, unusable
-from shardproof.rl.templates import Overdue, call_each, panics_as_errors, render_chat
+from shardproof.rl.templates import Overdue, call_each, chat_template_of, panics_as_errors, render_chat
 
 T = TypeVar("T")
 _TEMPLATE_SECONDS = 10.0  # for one prompt; real templates take a millisecond
@@ -87,12 +87,13 @@ def check_settings(
     rendering: Rendering,
 ) -> None:
     """Raise if the system prompt or a variable would change nothing."""
-    check_variables(list(rendering.variables), tokenizer, "data.chat_template_kwargs")
+    template = chat_template_of(tokenizer, rendering.variables)
+    check_variables(list(rendering.variables), template, "data.chat_template_kwargs")
     fix = "set data.chat=true, or write prompts as messages"
     if rendering.variables and not any(templated):
         message = "data.chat_template_kwargs is set, but no prompt goes through a chat template."
         raise unusable(message, fix)
-    known = set(rendering.variables)
+    known = {(name, template) for name in rendering.variables}
     for place, row, through in zip(places, rows, templated):
         own = own_variables(row)
         if not through and (own or rendering.system is not None):
@@ -101,8 +102,10 @@ def check_settings(
                 f"{place}: the prompt is text that goes to the model unchanged; {what} needs a chat template.",
                 fix,
             )
-        if new := set(own) - known:
-            check_variables(sorted(new), tokenizer, f"{place}: column {TEMPLATE_COLUMN!r}")
+        template = chat_template_of(tokenizer, rendering.variables_of(row)) if own else ""
+        if new := {(name, template) for name in own} - known:
+            names = sorted(name for name, _ in new)
+            check_variables(names, template, f"{place}: column {TEMPLATE_COLUMN!r}")
             known |= new
 
 
@@ -148,7 +151,7 @@ def _render(
     tools: Sequence[dict[str, Any]],
     rendering: Rendering,
 ) -> str:
-    if not getattr(tokenizer, "chat_template", None):
+    if not chat_template_of(tokenizer, rendering.variables_of(row)):
         raise unusable(
             f"{place}: the prompt needs a chat template, but the tokenizer has none.",
             "set data.chat to false and give prompts as strings, or use a tokenizer with a chat template",

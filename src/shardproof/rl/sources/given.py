@@ -28,7 +28,7 @@ from shardproof.rl.sources.encoding import (
 from shardproof.rl.sources.rendering import Rendering, own_tools
 from shardproof.rl.sources.rows import Rows, require_column, require_prompt
 from shardproof.rl.sources.text_files import Row, unusable
-from shardproof.rl.templates import render_chat
+from shardproof.rl.templates import chat_template_of, render_chat
 
 logger = logging.getLogger(__name__)
 Message = Mapping[str, Any]
@@ -218,7 +218,7 @@ def _encode_all(
             prompt, *fulls = tokens_of(tokenizer, texts, add_special_tokens=True)
             fulls = [closed(ids, tokenizer) for ids in fulls]
         length = min(_common(prompt, full) for full in fulls)
-        if (given.prompt and not length) or any(len(full) == length for full in fulls):
+        if not scores and ((given.prompt and not length) or any(len(full) == length for full in fulls)):
             what = "prompt" if not length else "completion"
             raise unusable(f"{place}: the {what} has no tokens of its own.")
         cut += length < len(prompt)
@@ -270,11 +270,12 @@ def render(
     place: str, row: Row, messages: Sequence[Message], tokenizer: Any, rendering: Rendering, *, prompt: bool
 ) -> str:
     """A conversation as the chat template writes it, in its time; raises in words where it does not."""
-    if not getattr(tokenizer, "chat_template", None):
+    tools, variables = own_tools(place, row), rendering.variables_of(row)
+    if not chat_template_of(tokenizer, variables):
         fix = "give prompts and completions as strings, or use a tokenizer with a chat template"
         raise unusable(f"{place}: messages need a chat template, but the tokenizer has none.", fix)
-    tools, variables = own_tools(place, row), rendering.variables_of(row)
-    call = partial(render_chat, tokenizer, messages, tools, prompt=prompt, variables=variables)
+    # What follows a prompt are messages of their own, also after one of the model's.
+    call = partial(render_chat, tokenizer, messages, tools, prompt=prompt, closed=True, variables=variables)
     try:
         return call_all([call], [place])[0]
     except Exception as error:

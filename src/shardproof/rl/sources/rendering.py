@@ -10,13 +10,15 @@ from typing import Any
 
 from shardproof.config.schema import Recipe
 from shardproof.errors import did_you_mean
-from shardproof.foreign import without_nulls
+from shardproof.foreign import without_inner_nulls, without_nulls
 from shardproof.rl.sources.text_files import Row, unusable
 
 Message = Mapping[str, Any]
 TEMPLATE_COLUMN = "chat_template_kwargs"  # of a row's own variables for the chat template
 TOOLS_COLUMN = "tools"  # of what a given conversation may call, as the chat template shows it
 # What decides the form of what comes back, which the run decides itself.
+_MARKS = re.compile(r"{%-?\s*(end)?generation\s*-?%}")  # tags that transformers adds to jinja's
+_MAY_BE_NULL = ("default", "const")  # of a JSON schema: what a parameter may be
 _OURS = frozenset(
     {
         *("conversation", "messages", "tools", "tokenize", "add_generation_prompt", "continue_final_message"),
@@ -73,27 +75,29 @@ def own_tools(place: str, row: Row) -> list[dict[str, Any]]:
     if isinstance(tools, str):
         try:
             tools = json.loads(tools) if tools.strip() else None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise unusable(f"{place}: column {TOOLS_COLUMN!r} is not valid JSON: {error}.") from error
     if tools is None:
         return []
     if not isinstance(tools, list) or not all(isinstance(each, dict) for each in tools):
         message = f"{place}: column {TOOLS_COLUMN!r} holds {str(tools)[:40]!r}; expected a list of tools."
         raise unusable(message, "write each as an object with a JSON schema, or leave the column out")
-    return [without_nulls(each) for each in tools]
+    try:
+        return [without_inner_nulls(each, _MAY_BE_NULL) for each in tools]
+    except RecursionError as error:
+        raise unusable(f"{place}: column {TOOLS_COLUMN!r} is nested too deeply.") from error
 
 
-def check_variables(names: Sequence[str], tokenizer: Any, where: str) -> None:
-    """Raise if a variable is not the user's to set, or is none that the tokenizer's chat template reads."""
-    template = getattr(tokenizer, "chat_template", None)
+def check_variables(names: Sequence[str], template: str, where: str) -> None:
+    """Raise if a variable is not the user's to set, or is none that the chat template reads."""
     if not template:
         return  # the prompt that needs one is refused
     for name in names:
         if name in _OURS:
             raise unusable(f"{where}: {name!r} is decided by the run, not by a variable of the template.")
-        is_read = re.search(rf"\b{re.escape(name)}\b", str(template)) is not None
+        is_read = re.search(rf"\b{re.escape(name)}\b", template) is not None
         if not is_read and name not in ("chat_template", "documents"):
-            known = _names_in(str(template))
+            known = _names_in(template)
             message = f"{where}: the chat template does not read {name!r}.{did_you_mean(name, known)}"
             raise unusable(message, "correct the name, or remove the variable: it would change nothing")
 
@@ -103,6 +107,7 @@ def _names_in(template: str) -> list[str]:
     try:
         from jinja2 import Environment, meta
 
-        return sorted(meta.find_undeclared_variables(Environment().parse(template)))
+        parser = Environment(extensions=["jinja2.ext.loopcontrols"])
+        return sorted(meta.find_undeclared_variables(parser.parse(_MARKS.sub("", template))))
     except Exception:  # templates have tags of their own, and jinja its own types of errors
         return []
