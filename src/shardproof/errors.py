@@ -55,6 +55,7 @@ class RolloutFault(Fault):
 _TIES = 3  # candidates among which the order of letters decides
 # An untrusted checkpoint may have a million names: comparing with all of them would take minutes.
 _COMPARED_NAMES, _COMPARED_CHARACTERS = 10_000, 200
+_NEAR = 0.51  # of 1: 'prompt' has half of its letters in common with 'completion'
 
 _BY_LETTER: dict[str, type[ShardproofError]] = {
     "C": ConfigError,
@@ -96,7 +97,7 @@ def nearest(name: str, candidates: Iterable[str], limit: int = 1) -> list[str]:
     name = name[:_COMPARED_CHARACTERS]
     some = itertools.islice(candidates, _COMPARED_NAMES)
     by_lower = {candidate.lower(): candidate for candidate in some if len(candidate) <= _COMPARED_CHARACTERS}
-    near = difflib.get_close_matches(name.lower(), by_lower, n=max(limit, _TIES), cutoff=0.5)
+    near = difflib.get_close_matches(name.lower(), by_lower, n=max(limit, _TIES), cutoff=_NEAR)
     # Letters in another order are the likelier slip: "gpro" is grpo, not gspo.
     near.sort(key=lambda each: sorted(each) != sorted(name.lower()))
     return [by_lower[each] for each in near[:limit]]

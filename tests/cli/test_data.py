@@ -155,6 +155,23 @@ def test_pairs_show_both_completions():
     assert "chosen: " in text and "rejected: " in text and "3 trained on" in text
 
 
+def test_labels_and_margins_are_shown_as_the_loss_reads_them(tmp_path):
+    """A label column that is read the wrong way round shows before anything is trained."""
+    rows = [{"prompt": "1+1=", "completion": "2", "label": label} for label in ("1", "false")]
+    data = write_rows(tmp_path / "labelled.jsonl", rows)
+    given = (RECIPES / "tiny-dpo.toml", f"data.train={data}", "data.evaluation=none", "output.eval_every=0")
+    text = run(*given, "algorithm.name=kto", "reward=none")
+    assert "row 1, desirable" in text and "row 2, undesirable" in text
+    pair = {"prompt": "1+1=", "chosen": "2", "rejected": "3"}
+    data = write_rows(tmp_path / "pairs.jsonl", [{**pair, "margin": 0.5}, {**pair, "chosen": "02"}])
+    text = run(
+        *(RECIPES / "tiny-reward-model.toml", f"data.train={data}", "data.evaluation=none"),
+        "output.eval_every=0",
+    )
+    # A score is read behind a text: none of its tokens is learned.
+    assert text.count("margin") == 1 and "row 1, margin 0.5" in text and "trained on" not in text
+
+
 def test_mistakes_are_named_as_in_a_run(tmp_path):
     assert "Did you mean 'evaluation'?" in run(TINY, "--split", "evaluations", code=2)
     assert "no column 'question'" in run(TINY, "data.prompt_column=question", code=2)

@@ -88,6 +88,8 @@ class View:
     def _row(self, row: Mapping[str, Any], number: int, facts: Mapping[str, Any]) -> None:
         about = [f"row {row['row'] + 1}"]
         about += [f"{name} {row[name]}" for name in ("source", "sampling", "template") if name in row]
+        if "judged" in row:
+            about.append(row["judged"])
         if "answer" in row:
             about.append(f"answer {row['answer']!r}")
         self._print("")

@@ -10,6 +10,7 @@ from shardproof.errors import ConfigError
 from shardproof.rl.sources.assistant_masks import masked_conversation
 from shardproof.rl.sources.encoding import encode_prompts
 from shardproof.rl.sources.given import encode_given
+from shardproof.rl.sources.reading import read_training
 from shardproof.rl.sources.rendering import Rendering, own_tools
 from tests.ranks import run_ranks
 from tests.rl.chat.templates import make_tokenizer
@@ -28,6 +29,7 @@ from tests.rl.preferences.test_rows import (
     rows_of,
     said,
 )
+from tests.rl.runs import write_rows
 
 # The beginning of an answer opens a thought, which an answer without one does not begin with.
 OPENING = CHAT.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
@@ -167,3 +169,20 @@ def test_a_text_to_score_may_have_no_token_of_its_prompt():
     (prompt,) = encoded("reward_model", [row], TOOLED, "reward=none")
     for tokens, text in ((prompt.completion, "to</s>"), (prompt.rejected, "the</s>")):
         assert [*prompt.tokens, *tokens] == tokenizer(text)["input_ids"]
+
+
+def test_a_column_of_conversations_that_nobody_named_is_pointed_at(tmp_path):
+    data = write_rows(tmp_path / "talks.jsonl", [{"id": 1, "talk": TALK}])
+    recipe = recipe_of("sft", f"data.train={data}", "data.evaluation=none", "reward=none")
+    with pytest.raises(ConfigError) as caught:
+        read_training(recipe, None)
+    assert "column 'talk' holds a list of messages" in str(caught.value)
+    assert "set data.messages_column = 'talk'" in str(caught.value)
+
+
+def test_a_column_of_another_kind_is_not_suggested(tmp_path):
+    data = write_rows(tmp_path / "rows.jsonl", [{"prompt": "1+1=", "chosen": "2", "rejected": "3"}])
+    recipe = recipe_of("kto", f"data.train={data}", "data.evaluation=none", "reward=none")
+    with pytest.raises(ConfigError) as caught:
+        encode_given(recipe, read_training(recipe, None).rows, make_tokenizer(CHAT), "prompt")
+    assert "has no column 'completion'" in str(caught.value) and "Did you mean" not in str(caught.value)

@@ -51,6 +51,8 @@ def test_rows_of_a_table_are_placed_at_the_line_in_which_they_begin(tmp_path):
         (b"p,a\n1,2\n1,\xe9\n", "t.csv:3 is not UTF-8: invalid continuation byte at byte 3 of the line"),
         ("p,,b\n1,2,3\n", "t.csv:1: column 2 has no name"),
         ("p,a,p\n1,2,3\n", "t.csv:1 has the column 'p' twice"),
+        ("p;a\n1;2\n", "t.csv:1 is one column, 'p;a': its cells look separated by ';'"),
+        ("p\ta\n1\t2\n", "its cells look separated by '\\t'"),
     ],
 )
 def test_faults_of_a_table_are_named_by_line(tmp_path, text, said):

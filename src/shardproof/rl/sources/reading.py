@@ -141,6 +141,7 @@ def _columns(
         drops_unanswered=recipe.data.no_answer == "drop",
         prompt_under=prompt_under,
         source=source,
+        takes_conversations=given_kind(recipe) == "completions",
     )
 
 

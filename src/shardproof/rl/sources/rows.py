@@ -41,6 +41,9 @@ class Columns:
     drops_unanswered: bool = False
     prompt_under: str | None = None  # the column in which the run looks for prompts, if that is another one
     source: str = ""  # the name of the rows' source, which they get
+    takes_conversations: bool = (
+        False  # a column of them may stand in the place of prompts, if the recipe names it
+    )
 
 
 def read_columns(source: str, columns: Columns, given: Iterable[Place] | None = None) -> Rows:
@@ -75,6 +78,8 @@ def _check(place: str, row: Row, columns: Columns) -> None:
         raise unusable(f"{place} is nested deeper than {_MAX_DEPTH}.")
     prompt = columns.prompt
     if columns.needs_prompt or prompt in row:
+        if columns.takes_conversations:
+            _require_no_conversation(place, row, prompt)
         require_column(place, row, prompt, "data.prompt_column")
         require_prompt(f"{place}: column {prompt!r}", row[prompt])
         if columns.prompt_under is not None:
@@ -84,6 +89,19 @@ def _check(place: str, row: Row, columns: Columns) -> None:
         raise unusable(f"{place}: column {TEMPLATE_COLUMN!r} holds {found}; expected an object.")
     if columns.source:
         row.setdefault(SOURCE_COLUMN, columns.source)
+
+
+def _require_no_conversation(place: str, row: Row, prompt: str) -> None:
+    """Raise if a row has no prompt and a column with a whole conversation, which nobody named."""
+    found = [name for name, value in row.items() if _is_conversation(value)] if prompt not in row else []
+    if found:
+        message = f"{place} has no column {prompt!r} (data.prompt_column), and column {found[0]!r} holds a list of messages."
+        fix = f'set data.messages_column = {found[0]!r} and data.train_on = "assistant" or "all"'
+        raise unusable(message, fix)
+
+
+def _is_conversation(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and isinstance(value[0], dict) and "content" in value[0]
 
 
 def _answer_problem(place: str, row: Row, columns: Columns) -> tuple[str, str] | None:

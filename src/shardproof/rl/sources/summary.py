@@ -10,8 +10,10 @@ from typing import Any
 from shardproof.config.evaluation_sets import held_out_sets
 from shardproof.config.schema import Recipe
 from shardproof.model.families import max_positions
+from shardproof.rl.algorithms.registry import find_algorithm
 from shardproof.rl.checks import Inputs
 from shardproof.rl.data import Prompt
+from shardproof.rl.sources.given import given_kind, label_of, margin_of
 from shardproof.rl.sources.pass_rates import key_of
 from shardproof.rl.sources.reading import is_sampled
 from shardproof.rl.sources.streams import make_stream
@@ -51,7 +53,7 @@ def summarise(recipe: Recipe, inputs: Inputs, split: str, num_rows: int) -> dict
             name: {
                 "rows": len(prompts),
                 "dropped": dict(inputs.dropped.get(keys[name], {})),
-                **_facts(prompts),
+                **_facts(prompts, _is_scored(recipe)),
                 "longest": max(
                     _length(each, followed[name] if is_sampled(recipe, name == TRAIN) else 0)
                     for each in prompts
@@ -81,7 +83,7 @@ def _length(prompt: Prompt, sampled: int) -> int:
     return len(prompt.tokens) + max(len(prompt.completion), len(prompt.rejected), sampled)
 
 
-def _facts(prompts: Sequence[Prompt]) -> dict[str, Any]:
+def _facts(prompts: Sequence[Prompt], is_scored: bool) -> dict[str, Any]:
     lengths = [len(prompt.tokens) for prompt in prompts]
     facts: dict[str, Any] = {
         "duplicates": len(prompts)
@@ -92,7 +94,7 @@ def _facts(prompts: Sequence[Prompt]) -> dict[str, Any]:
     given = [len(prompt.completion) for prompt in prompts if prompt.completion]
     if given:
         facts["completion_tokens"] = spread(given)
-        facts["trained_tokens"] = sum(sum(trained_of(prompt)) for prompt in prompts)
+        facts["trained_tokens"] = 0 if is_scored else sum(sum(trained_of(prompt)) for prompt in prompts)
     return facts
 
 
@@ -189,22 +191,40 @@ def row_shown(prompt: Prompt, show: Callable[[int], dict[str, Any]], recipe: Rec
     found: dict[str, Any] = {
         "row": prompt.number,
         "text": prompt.text,
-        "sequences": list(_sequences(prompt, show)),
+        "sequences": list(_sequences(prompt, show, _is_scored(recipe))),
     }
     for name in ("source", "sampling", "template"):
         if value := getattr(prompt, name):
             found[name] = value
+    if (said := _judgement(prompt, recipe)) is not None:
+        found["judged"] = said
     if prompt.row.get("answer") is not None and recipe.reward is not None:
         found["answer"] = str(prompt.row["answer"])
     return found
 
 
-def _sequences(prompt: Prompt, show: Callable[[int], dict[str, Any]]) -> Iterator[dict[str, Any]]:
+def _is_scored(recipe: Recipe) -> bool:
+    """Whether a model learns to score whole texts, and no token of them."""
+    return find_algorithm(recipe.algorithm.name).spec.role == "reward"
+
+
+def _judgement(prompt: Prompt, recipe: Recipe) -> str | None:
+    """What a row says of its given completions, as the loss reads it: a label, or a margin."""
+    place = f"row {prompt.number + 1}"
+    if given_kind(recipe) == "labelled":
+        return "desirable" if label_of(place, prompt.row, recipe.data.label_column) else "undesirable"
+    margin = margin_of(place, prompt.row) if _is_scored(recipe) else 0.0
+    return f"margin {margin:g}" if margin else None
+
+
+def _sequences(
+    prompt: Prompt, show: Callable[[int], dict[str, Any]], is_scored: bool
+) -> Iterator[dict[str, Any]]:
     if not prompt.rejected:
         yield _sequence("", prompt.tokens + prompt.completion, trained_of(prompt), show)
         return
     for name, tokens in (("chosen", prompt.completion), ("rejected", prompt.rejected)):
-        mask = [0] * len(prompt.tokens) + [1] * len(tokens)
+        mask = [0] * len(prompt.tokens) + [int(not is_scored)] * len(tokens)
         yield _sequence(name, prompt.tokens + tokens, mask, show)
 
 

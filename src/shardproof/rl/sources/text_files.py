@@ -150,6 +150,12 @@ def _records(reader: Any, path: Path) -> Iterator[tuple[str, list[str]]]:
 
 def _checked_columns(cells: list[str], place: str) -> list[str]:
     columns = [cell.strip() for cell in cells]
+    others = [mark for mark in (";", "\t", ",") if len(columns) == 1 and mark in columns[0]]
+    if others:
+        message = f"{place} is one column, {columns[0][:60]!r}: its cells look separated by {others[0]!r}."
+        raise unusable(
+            message, "separate cells by commas and name the file .csv, or by tabs and name it .tsv"
+        )
     if "" in columns:
         raise unusable(
             f"{place}: column {columns.index('') + 1} has no name.", "name every column in the first line"
