@@ -46,6 +46,10 @@ from shardproof.shard.local import LocalShard
 from shardproof.shard.optimizer_state import PerBlock, num_blocks, state_specs
 from shardproof.shard.sharded_model import ShardedModel
 
+# What no other checkpoint of the same run can mend.
+_SAME_OPTIMIZER = "set optimizer.name and optimizer.moments as the run that saved it had them"
+_SAME_MODEL = "use the model that it was saved of, with the same adapters; a run with another one needs another output.folder"
+
 
 def resume(
     folder: str | os.PathLike[str],
@@ -177,7 +181,9 @@ def _read_state(folder: Path, policy: ShardedModel, noted: dict[str, tuple[int, 
     if saved != ours:
         odd = sorted(name for name in saved.keys() | ours.keys() if saved.get(name) != ours.get(name))
         message = f"{label} belongs to another model: {odd[0]!r} is {saved.get(odd[0])} in the checkpoint and {ours.get(odd[0])} in this model"
-        raise fail("E407", "resume", f"{message} ({len(odd)} tensors differ).", tensor=odd[0])
+        raise fail(
+            "E407", "resume", f"{message} ({len(odd)} tensors differ).", tensor=odd[0], fix=_SAME_MODEL
+        )
     return state
 
 
@@ -201,7 +207,7 @@ def _check_optimizer(
     label = name_of(folder)
     if groups is not None and len(groups) != len(optimizer.param_groups):
         message = f"{label}: the saved optimizer has {len(groups)} groups, the current one has {len(optimizer.param_groups)}."
-        raise fail("E407", "resume", message)
+        raise fail("E407", "resume", message, fix=_SAME_OPTIMIZER)
     kept: dict[str, set[str]] = {}
     for name in saved:
         if name.startswith("optim."):
@@ -224,13 +230,10 @@ def _check_optimizer(
             size = num_blocks(sizes[name]) if per_block else sizes[name]
             problem = "is not there" if info is None else "" if info.numel == size else "has another size"
             dtype = kind.dtype if isinstance(kind, PerBlock) else kind
-            fix = None
             if key not in wanted:
                 problem = "is in the checkpoint, but this optimizer has no such state"
             elif info is not None and spec is not None and info.dtype != dtype:
                 problem = f"is {info.dtype} in the checkpoint, and this optimizer keeps it in {dtype}"
-                fix = "set optimizer.name and optimizer.moments as the run that saved it had them"
             if problem:
-                raise fail(
-                    "E407", "resume", f"{label}: 'optim.{name}.{key}' {problem}.", tensor=name, fix=fix
-                )
+                message = f"{label}: 'optim.{name}.{key}' {problem}."
+                raise fail("E407", "resume", message, tensor=name, fix=_SAME_OPTIMIZER)

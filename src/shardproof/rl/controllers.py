@@ -67,21 +67,27 @@ class Controllers:
             self._weight = next_entropy_weight(self._weight, entropy, target, settings.entropy_step)
             algorithm.entropy_coef = self._weight if entropy <= target else 0.0
 
-    def state(self) -> dict[str, float]:
+    def state(self) -> dict[str, Any]:
         """What a checkpoint has to keep; JSON-able, and exact: JSON writes a float so that it reads the same back."""
-        algorithm = self._algorithm
+        algorithm, settings = self._algorithm, self._algorithm.settings
         return {
             "kl_coef": algorithm.kl_coef,
             "entropy_weight": self._weight,
             "entropy_coef": algorithm.entropy_coef,
+            "begun": {"kl_coef": settings.kl_coef, "entropy_coef": settings.entropy_coef},
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on with the coefficients of a checkpoint; those that do not move stay the recipe's."""
+        """Go on with the coefficients of a checkpoint; those that do not move stay the recipe's.
+
+        So do those that the recipe lets begin at another number than before: what a user changes takes effect at once.
+        """
         algorithm, settings = self._algorithm, self._algorithm.settings
-        if settings.kl_target is not None:
+        begun = state.get("begun", {})  # not in checkpoints of earlier versions
+        if settings.kl_target is not None and begun.get("kl_coef", settings.kl_coef) == settings.kl_coef:
             algorithm.kl_coef = float(state["kl_coef"])
-        if settings.entropy_target is not None:
+        is_same = begun.get("entropy_coef", settings.entropy_coef) == settings.entropy_coef
+        if settings.entropy_target is not None and is_same:
             self._weight = float(state["entropy_weight"])
             algorithm.entropy_coef = float(state["entropy_coef"])
 

@@ -217,8 +217,8 @@ def _update(run: Run, experience: Experience, step: int) -> list[Update]:
 def _move_reference(run: Run, step: int, folder: RunFolder) -> None:
     """Move the reference towards the policy, where a recipe asks for that after this step. Collective: every rank."""
     every, mix = run.recipe.algorithm.reference_sync_every, run.recipe.algorithm.reference_mix
-    reference = run.kept.reference
-    if reference is None or step % every:
+    reference = run.scorers.reference
+    if reference is None or not every or step % every:
         return
     with proving(folder, step, "reference", "reference", mix=mix, version=run.policy.model.version) as proof:
         num = move_towards(reference, run.policy.model, mix)

@@ -16,7 +16,7 @@ from shardproof.checkpoints.folders import checkpoint_name
 from shardproof.checkpoints.resume import read_files, resume
 from shardproof.checkpoints.save import save_checkpoint
 from shardproof.dist.collectives import broadcast, together
-from shardproof.errors import ShardproofError, error_for
+from shardproof.errors import ShardproofError, error_for, fail
 from shardproof.export.manifest import ExportReceipt
 from shardproof.export.pretrained import save_pretrained
 from shardproof.rl.buffer import Buffer
@@ -42,7 +42,16 @@ class Kept:
     critic: Trainer | None
     buffer: Buffer
     controllers: Controllers
-    reference: ShardedModel | None  # None: there is none, or it is what was loaded
+    reference: ShardedModel | None
+    moves: bool = False  # the reference, in this run
+
+    @property
+    def roles(self) -> dict[str, Trainer | ShardedModel]:
+        """What a checkpoint has beside the policy: the critic, and a reference that moves or has moved."""
+        found: dict[str, Trainer | ShardedModel] = {} if self.critic is None else {CRITIC: self.critic}
+        if self.reference is not None and (self.moves or self.reference.version):
+            found[REFERENCE] = self.reference
+        return found
 
 
 def resume_last(folder: RunFolder, kept: Kept) -> int:
@@ -61,12 +70,7 @@ def resume_last(folder: RunFolder, kept: Kept) -> int:
     with proving(folder, folder.step, "resume") as proof, _naming_older(found):
         extra = _resume(folder, CHECKPOINTS, kept.policy, which)
         proof.text = f"resumed from step {extra['step']}"
-    others = {CRITIC: kept.critic, REFERENCE: kept.reference}
-    for role, model in others.items():
-        if model is not None:
-            with proving(folder, folder.step, "resume", role) as proof, _naming_older(found):
-                _resume(folder, role, model, checkpoint_name(extra["step"]))
-                proof.text = f"resumed from step {extra['step']}"
+    _resume_roles(folder, kept, extra, found)
     kept.buffer.stream.position = extra["position"]
     kept.buffer.stream.restore(extra.get("stream", {}))
     # Not in checkpoints of earlier versions.
@@ -75,6 +79,31 @@ def resume_last(folder: RunFolder, kept: Kept) -> int:
     if "buffer" in extra:
         _resume_buffer(folder, kept.buffer, extra, found)
     return int(extra["step"])
+
+
+def _resume_roles(folder: RunFolder, kept: Kept, extra: dict[str, Any], steps: Sequence[int]) -> None:
+    """Load what the checkpoint has beside the policy. A reference that it has not never moved until then.
+
+    Collective: every rank.
+    """
+    step, ours = extra["step"], {CRITIC: kept.critic, REFERENCE: kept.reference}
+    saved = extra.get("roles", list(kept.roles))  # checkpoints of earlier versions do not say
+    if kept.critic is not None and CRITIC not in saved:
+        message = f"the checkpoint of step {step} has no critic: the run was begun without one."
+        fix = "use the old algorithm.name, or another output.folder, where model.path may be a model of this run"
+        raise fail("C006", "resume", message, fix=fix)
+    for role in saved:
+        model = ours.get(role)
+        if model is None:
+            text = (
+                f"the {role} of the checkpoint is not needed with these settings; later checkpoints have none"
+            )
+            logger.warning("%s", text)
+            folder.note(step, "resume", text)
+            continue
+        with proving(folder, folder.step, "resume", role) as proof, _naming_older(steps):
+            _resume(folder, role, model, checkpoint_name(step))
+            proof.text = f"resumed from step {step}"
 
 
 def _resume(folder: RunFolder, name: str, what: Trainer | ShardedModel, which: str) -> dict[str, Any]:
@@ -110,7 +139,10 @@ def _resume_buffer(folder: RunFolder, buffer: Buffer, extra: dict[str, Any], ste
 
 @contextmanager
 def _naming_older(steps: Sequence[int]) -> Iterator[None]:
-    """Name the older checkpoints that can be taken instead of one that is damaged."""
+    """Name the older checkpoints that can be taken instead of one that is damaged.
+
+    Where an error has a fix of its own, the older ones would have the same.
+    """
     try:
         yield
     except ShardproofError as error:
@@ -118,7 +150,7 @@ def _naming_older(steps: Sequence[int]) -> Iterator[None]:
         if not older or error.code not in _DAMAGED:
             raise
         fix = f"resume from an older checkpoint with --from STEP; available steps: {older}"
-        raise error_for([replace(finding, fix=fix) for finding in error.findings]) from error
+        raise error_for([replace(each, fix=each.fix or fix) for each in error.findings]) from error
 
 
 def save(folder: RunFolder, kept: Kept, step: int) -> None:
@@ -132,9 +164,7 @@ def save(folder: RunFolder, kept: Kept, step: int) -> None:
         with together("save"):
             files = buffer_files(buffer)
     logger.info("saving the checkpoint of step %d ...", step)
-    for role, model in {CRITIC: kept.critic, REFERENCE: kept.reference}.items():
-        if model is None:
-            continue
+    for role, model in kept.roles.items():
         with proving(folder, step, "checkpoint", role, path=f"{role}/{name}") as proof:
             save_checkpoint(
                 folder.path / role, *_parts(model), step=step, keep=keep + 1, places=folder.places
@@ -142,6 +172,7 @@ def save(folder: RunFolder, kept: Kept, step: int) -> None:
             proof.text = f"saved the {role} after step {step}"
     extra = {
         "step": step,
+        "roles": list(kept.roles),
         "position": buffer.stream.position,
         "stream": buffer.stream.state(),
         "buffer": describe_buffer(buffer),

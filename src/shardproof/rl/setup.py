@@ -80,8 +80,7 @@ class Run:
     def kept(self) -> Kept:
         """What a checkpoint has to hold of the run."""
         moves = bool(self.recipe.algorithm.reference_sync_every)
-        reference = self.scorers.reference if moves else None
-        return Kept(self.policy, self.critic, self.buffer, self.controllers, reference)
+        return Kept(self.policy, self.critic, self.buffer, self.controllers, self.scorers.reference, moves)
 
     @property
     def background(self) -> BackgroundRollouts | None:
