@@ -93,6 +93,10 @@ def test_an_interval_is_never_a_point_and_never_leaves_0_to_1():
         ("boxed", "numeric", "no box, 7", "7.0"),
         ("boxed", "numeric", r"\boxed{3", None),
         ("number", "my:function", "none here", None),
+        ("boxed", "numeric", r"\boxed{1,2} and not 2", "1,2"),  # a pair is no number
+        ("boxed", "numeric", r"\boxed{1,234.50}", "1234.5"),
+        ("boxed", "numeric", r"7, or \boxed{ }", None),
+        ("number", "numeric", "-0", "0.0"),
         ("text", "numeric", "4", "4"),
         ("text", "numeric", " \n", None),
     ],
@@ -117,6 +121,7 @@ def test_without_a_way_to_read_answers_there_is_no_vote(how, first):
         ([None, "4", None], [0.0, 1.0, 0.0], 1.0),  # a completion without an answer has no vote
         ([None, None], [0.0, 0.0], None),
         (["4", "5"], [None, 1.0], None),  # the winner's reward failed
+        (["4", "4", "5"], [None, 1.0, 0.0], 1.0),  # of one of its completions
     ],
 )
 def test_the_majority_wins(answers, scores, won):

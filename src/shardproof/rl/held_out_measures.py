@@ -12,7 +12,10 @@ from dataclasses import dataclass
 from shardproof.rl.rewards.answers import last_number
 
 Z = 1.959963984540054  # of a 95% interval
-_BOX, _PLAIN = "\\boxed{", re.compile(r"[-+]?[\d,]*\.?\d+")
+_BOX = "\\boxed{"
+_PLAIN = re.compile(
+    r"[-+]?(?:(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
+)  # one number and no list
 Reader = Callable[[str], str | None]  # of a completion's answer
 _READS = {"numeric": "number", "math_verify": "boxed", "exact_match": "text"}  # by the reward function
 
@@ -71,12 +74,16 @@ def reader(how: str, first_reward: str) -> Reader | None:
 
 
 def vote(answered: Answered) -> float | None:
-    """The score of the answer that most completions give, of the earliest if several do; None if it failed, or none is given."""
+    """The score of the answer that most completions give, of the earliest if several do; None if there is none.
+
+    It is that of the answer's first completion whose reward did not fail.
+    """
     counts = Counter(answer for answer in answered.answers if answer is not None)
     if not counts:
         return None
     chosen, _ = counts.most_common(1)[0]  # those that tie are in the order in which they came
-    return answered.scores[answered.answers.index(chosen)]
+    scores = (s for s, answer in zip(answered.scores, answered.answers, strict=True) if answer == chosen)
+    return next((score for score in scores if score is not None), None)
 
 
 def measure(
@@ -103,7 +110,7 @@ def measure(
 
 def _number(text: str) -> str | None:
     found = last_number(text)
-    return None if found is None else repr(found)
+    return None if found is None else repr(found + 0.0)  # 0 and -0 are one answer
 
 
 def _text(text: str) -> str | None:
@@ -120,5 +127,5 @@ def _boxed(text: str) -> str | None:
         depth += {"{": 1, "}": -1}.get(text[place], 0)
         if depth == 0:
             inner = "".join(text[start + len(_BOX) : place].split())
-            return _number(inner) if _PLAIN.fullmatch(inner) else inner
+            return _number(inner) if _PLAIN.fullmatch(inner) else inner or None
     return None
