@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from transformers import AutoTokenizer
 
 from shardproof.config.load import from_json, load_recipe
 from shardproof.config.rollout import SHAPING, Rollout, RowOverride
 from shardproof.environments.protocol import Reply
 from shardproof.errors import ShardproofError
 from shardproof.rl.chat.format import ChatFormat
+from shardproof.rl.chat.template import Template
 from shardproof.rl.checks import check_inputs
 from shardproof.rl.conversations.steps import Start, begin, next_request, take_answer, take_turn
 from shardproof.rl.data import Prompt
 from shardproof.rl.engines import make_sampling
+from shardproof.rl.stop_ids import unheeded_end
 from shardproof.rollout.sampling import OVERRIDES, Sampling
 from shardproof.rollout.stop_strings import StopStrings
 from shardproof.rollout.trajectory import Segment
@@ -170,6 +174,41 @@ def test_rows_and_stop_ids_are_checked_before_a_start(tmp_path):
     recipe = small_recipe(tmp_path, data, "rollout.stop_ids=[3]")
     found = check_inputs(from_json(recipe))
     assert 3 in found.stop_ids and all(prompt.sampling is None for prompt in found.prompts)
+
+
+def test_a_templates_end_of_a_turn_that_ends_no_completion_is_found():
+    tokenizer = templates.make_tokenizer(templates.CHATML)
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+
+    def found(stop_ids=(), strings=(), template=templates.CHATML):
+        tokenizer.chat_template = template
+        return unheeded_end(Template(tokenizer), stop_ids, strings)
+
+    assert found() == found([end + 1], ["<|eot|>"]) == (end, "<|im_end|>")
+    assert found([3, end]) is found(strings=["<|im_end|>\n"]) is found(strings=["im_end|>"]) is None
+    # Some templates write a space before it, and some no end at all, or refuse what is asked.
+    spaced = "{% for m in messages %}{{ m.content }} </s>{% endfor %}"
+    assert found(template=spaced) == (tokenizer.eos_token_id, "</s>")
+    for other in (templates.PLAIN, templates.UNENDED, "{{ raise_exception('no') }}"):
+        assert found(template=other) is None
+
+
+@pytest.mark.parametrize(("settings", "warns"), [([], False), (["data.chat=true"], True)])
+def test_a_start_says_what_ends_no_completion(tmp_path, settings, warns, caplog):
+    folder = tmp_path / "model"
+    shutil.copytree(RECIPES / "tiny" / "model", folder)
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}={% endfor %}")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["="]})
+    tokenizer.save_pretrained(folder)
+    end = tokenizer.convert_tokens_to_ids("=")
+    settings = [*settings, f"model.path={folder}"]
+    check_inputs(from_json(small_recipe(tmp_path, *settings)))
+    words = f"ends the model's turns with '=', which ends no completion: a model that says it goes on behind it; add its id to rollout.stop_ids: [{end}]"
+    assert (words in caplog.text) is warns
+    caplog.clear()
+    check_inputs(from_json(small_recipe(tmp_path, *settings, f"rollout.stop_ids=[{end}]")))
+    assert "ends no completion" not in caplog.text
 
 
 def test_a_stop_string_that_is_the_templates_end_of_a_turn_is_not_written_again():

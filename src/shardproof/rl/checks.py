@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from shardproof.model.roles import REWARD
 from shardproof.model.routing import check_replayable
 from shardproof.model.skeleton import build_skeleton
 from shardproof.rl.algorithms.registry import check_algorithm, find_algorithm, make_algorithm
+from shardproof.rl.chat.template import Template
 from shardproof.rl.conversations.conversation import Rules
 from shardproof.rl.conversations.prepare import (
     check_variables_of_rows,
@@ -36,13 +38,14 @@ from shardproof.rl.sources.reading import (
     check_chosen,
     dropped_of,
     encode,
+    is_sampled,
     read_held_out,
     read_training,
     say_dropped,
     sizes_of,
 )
 from shardproof.rl.sources.text_files import Row
-from shardproof.rl.stop_ids import find_stop_ids
+from shardproof.rl.stop_ids import find_stop_ids, unheeded_end
 from shardproof.rl.templates import panics_as_errors
 from shardproof.shard.plan import plan_shards
 from shardproof.user_code import import_named
@@ -53,6 +56,8 @@ from shardproof.weights.source import (
     read_config,
     resolve_folder,
 )
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -147,9 +152,26 @@ def read_data(recipe: Recipe, basis: Basis, pool: EnvironmentPool | None = None)
             if opened.rules is not None:
                 check_variables_of_rows(opened.rules, prompts)
         say_dropped(readings)
+        _say_unheeded_end(recipe, basis, has_messages, opened.rules)
         held_out = {each.name: prompts for each, prompts in zip(sets, encoded[1:], strict=True)}
         data = Data(encoded[0], held_out, has_messages, sizes_of(encoded[0]), rates, dropped_of(readings))
         return make_inputs(recipe, basis, data, opened), data
+
+
+def _say_unheeded_end(recipe: Recipe, basis: Basis, has_messages: bool, rules: Rules | None) -> None:
+    """Warn where completions of a chat template do not end where it ends the model's turns."""
+    is_templated = recipe.data.chat or has_messages if rules is None else rules.is_templated
+    samples = is_sampled(recipe, True) or (bool(held_out_sets(recipe)) and is_sampled(recipe, False))
+    if not (is_templated and samples and getattr(basis.tokenizer, "chat_template", None)):
+        return
+    template = Template(basis.tokenizer, recipe.data.chat_template_kwargs)
+    found = unheeded_end(template, basis.stop_ids, recipe.rollout.stop)
+    if found is not None:
+        logger.warning(
+            "the chat template ends the model's turns with %r, which ends no completion: a model that says it goes on "
+            "behind it; add its id to rollout.stop_ids: [%d]",
+            *reversed(found),
+        )
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,9 @@ from transformers import PretrainedConfig
 
 from shardproof.errors import fail
 from shardproof.foreign import read_json
+from shardproof.rl.chat.template import Endless, Template, Unrenderable
 
+_SAID = "Yes."  # by the model, in a conversation that shows what the chat template writes behind it
 _GENERATION, _MODEL = "generation_config.json", "config.json"
 
 
@@ -47,6 +49,29 @@ def _read(folder: Path, name: str) -> dict[str, Any]:
 
 def _ids_in(section: Any, name: str) -> set[int]:
     return _as_ids(section.get("eos_token_id"), name) if isinstance(section, dict) else set()
+
+
+def unheeded_end(
+    template: Template, stop_ids: Sequence[int], strings: Sequence[str]
+) -> tuple[int, str] | None:
+    """(id, text) of the special token that a chat template ends the model's turns with, if no completion ends there.
+
+    Base models have such templates, and models that were trained with another template than their files tell of.
+    """
+    asked = [{"role": "user", "content": "Well?"}, {"role": "assistant", "content": _SAID}]
+    try:
+        _, said, behind = template.render(asked, prompt=False).rpartition(_SAID)
+    except (Endless, Unrenderable):  # it may ask for more; prompts that go through it tell
+        return None
+    ends = [
+        (token, text)
+        for token, text in template.special_tokens.items()
+        if text and behind.lstrip().startswith(text)
+    ]
+    if not said or not ends:
+        return None
+    token, text = max(ends, key=lambda end: len(end[1]))
+    return None if token in stop_ids or any(string in behind for string in strings) else (token, text)
 
 
 def _as_ids(value: Any, where: str) -> set[int]:
