@@ -186,3 +186,16 @@ def test_a_column_of_another_kind_is_not_suggested(tmp_path):
     with pytest.raises(ConfigError) as caught:
         encode_given(recipe, read_training(recipe, None).rows, make_tokenizer(CHAT), "prompt")
     assert "has no column 'completion'" in str(caught.value) and "Did you mean" not in str(caught.value)
+
+
+def test_a_mask_without_the_end_of_turns_is_said(caplog):
+    """The loss looks healthy, and the model never learns to stop."""
+    args = ("data.messages_column=messages", "data.train_on=assistant")
+    rows = [{"messages": TALK}, {"messages": TALK[:2]}]
+    for template in (MARKED, CHAT, CLOSING, OPENING):
+        encoded("sft", rows, template, *args)
+    assert caplog.records == []
+    end = "{{ m.content }}<|im_end|>\n{% endgeneration %}"
+    assert end in MARKED
+    encoded("sft", rows, MARKED.replace(end, "{{ m.content }}{% endgeneration %}<|im_end|>\n"), *args)
+    assert "2 of 2 rows: the end of the assistant's turn is not learned" in caplog.text

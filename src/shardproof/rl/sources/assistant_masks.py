@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from shardproof.rl.chat.template import num_same
 from shardproof.rl.sources.encoding import call_all
 from shardproof.rl.sources.text_files import unusable
 from shardproof.rl.templates import chat_template_of, panics_as_errors, plain_messages, render_chat
+
+logger = logging.getLogger(__name__)
 
 _ELSE = (
     "use a template with {% generation %}, in the model's folder or in data.chat_template_kwargs.chat_template, or rows "
@@ -121,3 +124,30 @@ def _beginning(render: Callable[..., str], before: Sequence[Message], turn: str)
             f"it writes what stands before message {len(before) + 1} differently when it follows"
         )
     return start
+
+
+def is_endless(tokens: Sequence[int], mask: Sequence[int], special: frozenset[int]) -> bool:
+    """Whether the last turn that is learned stops right before a special token, and has none itself.
+
+    The model would never learn to end its turns.
+    """
+    end = len(mask) - next((n for n, flag in enumerate(reversed(mask)) if flag), len(mask))
+    start = end
+    while start and mask[start - 1]:
+        start -= 1
+    learned = tokens[start:end]
+    return end < len(tokens) and tokens[end] in special and special.isdisjoint(learned) and bool(learned)
+
+
+def warn_of_endless(conversations: Sequence[tuple[Sequence[int], Sequence[int]]], tokenizer: Any) -> None:
+    """Say in the log how many of (tokens, mask) leave the end of the assistant's turns out."""
+    special = frozenset(tokenizer.all_special_ids)
+    special |= {k for k, v in getattr(tokenizer, "added_tokens_decoder", {}).items() if v.special}
+    num = sum(is_endless(*each, special) for each in conversations)
+    if num:
+        logger.warning(
+            "%d of %d rows: the end of the assistant's turn is not learned, so that the model may not learn to stop: "
+            "{%% endgeneration %%} stands before it in the chat template",
+            num,
+            len(conversations),
+        )

@@ -16,7 +16,7 @@ from typing import Any
 from shardproof.config.schema import Recipe
 from shardproof.rl.algorithms.registry import find_algorithm
 from shardproof.rl.data import Prompt
-from shardproof.rl.sources.assistant_masks import Masked, masked_conversation
+from shardproof.rl.sources.assistant_masks import Masked, masked_conversation, warn_of_endless
 from shardproof.rl.sources.encoding import (
     call_all,
     check_settings,
@@ -52,6 +52,14 @@ class Conversation:
 
 def encode_given(recipe: Recipe, rows: Rows, tokenizer: Any, prompt_column: str) -> list[Prompt]:
     """Each row's prompt and completions as tokens, in the order of the rows; raises for rows that have none."""
+    prompts = _encode(recipe, rows, tokenizer, prompt_column)
+    if recipe.data.train_on == "assistant":
+        masked = [((*prompt.tokens, *prompt.completion), prompt.trained) for prompt in prompts]
+        warn_of_endless(masked, tokenizer)
+    return prompts
+
+
+def _encode(recipe: Recipe, rows: Rows, tokenizer: Any, prompt_column: str) -> list[Prompt]:
     kind, data = given_kind(recipe), recipe.data
     if kind == "completions" and data.messages_column is not None:
         return _encode_whole(recipe, rows, tokenizer)
