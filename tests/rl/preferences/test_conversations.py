@@ -199,3 +199,24 @@ def test_a_mask_without_the_end_of_turns_is_said(caplog):
     assert end in MARKED
     encoded("sft", rows, MARKED.replace(end, "{{ m.content }}{% endgeneration %}<|im_end|>\n"), *args)
     assert "2 of 2 rows: the end of the assistant's turn is not learned" in caplog.text
+
+
+def compare_all() -> None:
+    """All tokens count, whoever wrote them, so that nothing has to be told apart."""
+    rows = [{"messages": each} for each in (TALK, TALK[1:], TALK[:3], TALK[:1])]
+    args = ("data.messages_column=messages", "data.train_on=all")
+    for template in (CHANGING, OPENING, CLOSING, MARKED):
+        theirs = prepared("sft", rows, make_tokenizer(template), completion_only_loss=False)
+        ours = encoded("sft", rows, template, *args)
+        assert [list(each.tokens + each.completion) for each in ours] == [
+            each["input_ids"] for each in theirs
+        ]
+        assert all(set(each.trained) == {1} for each in ours) and all(each.completion for each in ours)
+        tokenizer = make_tokenizer(template)
+        asked = tokenizer.apply_chat_template([USER], add_generation_prompt=True, tokenize=False)
+        assert tokenizer.decode(ours[0].asked) == ours[0].text == asked
+
+
+def test_a_template_that_rewrites_turns_does_not_matter_where_all_tokens_count():
+    """Conversations of several turns were refused with Qwen3's template, though no mask is needed."""
+    run_ranks(1, compare_all)

@@ -302,13 +302,33 @@ def _encode_whole(recipe: Recipe, rows: Rows, tokenizer: Any) -> list[Prompt]:
         if isinstance(row[data.messages_column], str):
             raise unusable(f"{where} holds text; expected a list of messages.")
         messages = _with_system(place, row[data.messages_column], rendering)
+        if data.train_on == "all":
+            found.append(_all_of(place, row, messages, tokenizer, rendering))
+            continue
         tools = own_tools(place, row)
         masked = masked_conversation(place, messages, tokenizer, rendering.variables_of(row), tools)
         start = max(masked.mask.index(1), 1)
-        trained = masked.mask if data.train_on == "assistant" else (1,) * len(masked.tokens)
         text = str(tokenizer.decode(masked.tokens[:start]))
-        found.append(Prompt(row, text, masked.tokens[:start], masked.tokens[start:], trained=trained))
+        tokens, rest = masked.tokens[:start], masked.tokens[start:]
+        found.append(Prompt(row, text, tokens, rest, trained=masked.mask))
     return found
+
+
+def _all_of(
+    place: str, row: Row, messages: Sequence[Message], tokenizer: Any, rendering: Rendering
+) -> Prompt:
+    """A whole conversation of which all tokens count; the prompt is what stands before the assistant's first message."""
+    first = next((at for at, each in enumerate(messages) if each.get("role") == "assistant"), 0)
+    texts = [render(place, row, messages, tokenizer, rendering, prompt=False)]
+    if first:
+        texts.append(render(place, row, messages[:first], tokenizer, rendering, prompt=True))
+    whole, *asked = tokens_of(tokenizer, texts, add_special_tokens=False)
+    if len(whole) < 2:
+        raise unusable(f"{place}: the conversation has no tokens to learn.")
+    start = min(max(_common(whole, asked[0]), 1), len(whole) - 1) if asked else 1
+    text = texts[1] if asked else str(tokenizer.decode(whole[:start]))
+    more = asked[0] if asked and start < len(asked[0]) else ()
+    return Prompt(row, text, whole[:start], whole[start:], trained=(1,) * len(whole), whole=more)
 
 
 def _common(a: Sequence[int], b: Sequence[int]) -> int:
