@@ -171,7 +171,7 @@ def preset_values(spec: AlgorithmSpec, preset: str | None, given: Mapping[str, A
     values: dict[str, Any] = {**_DEFAULTS, **own, **spec.switches}
     if preset is not None:
         values |= {**_PRESETS[preset], **(getattr(spec, preset) or {})}
-    values = _of_surrogate(values, given.get("surrogate", values["surrogate"]))
+    values = _of_surrogate(values, given.get("surrogate", values["surrogate"]), given.get("ratio"))
     chosen = {**values, **given}
     values.setdefault("clip_high", chosen.get("clip_low", 0.2))
     if given.get("baseline", "mean") not in PER_COMPLETION:
@@ -189,11 +189,13 @@ def preset_values(spec: AlgorithmSpec, preset: str | None, given: Mapping[str, A
     return values
 
 
-def _of_surrogate(values: Mapping[str, Any], surrogate: str) -> dict[str, Any]:
-    """An algorithm's values with those changed that its own surrogate has and this one does not know."""
-    # CISPO's range bounds a weight: a clip as wide as that would hold nothing back.
-    of_another = values["surrogate"] == "cispo" != surrogate
-    without = ("clip_low", "clip_high") if surrogate in UNCLIPPED or of_another else ()
+def _of_surrogate(values: Mapping[str, Any], surrogate: str, ratio: str | None) -> dict[str, Any]:
+    """An algorithm's values without those that belong to its own surrogate or ratio, where it is given another one."""
+    # CISPO's range bounds a weight, GMPO's a logarithm, GSPO's the mean over a completion: as the clip of another they
+    # would hold nothing back, or everything.
+    another_ratio = surrogate == "clip" and ratio not in (None, values["ratio"])
+    own_range = "clip_low" in values and (surrogate != values["surrogate"] or another_ratio)
+    without = ("clip_low", "clip_high") if surrogate in UNCLIPPED or own_range else ()
     found = {key: value for key, value in values.items() if key not in without}
     if surrogate not in BOUNDED:
         found["dual_clip"] = 0.0
