@@ -82,12 +82,21 @@ def test_the_ready_made_loss_offers_the_correction_too():
     assert not torch.allclose(found, exact, rtol=1e-2)
 
 
+KL_ON = "algorithm.kl_coef=0.1"
+
+
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["algorithm.kl_coef=0.1", "algorithm.kl_estimator=k1"], "expected gradient of zero"),
-        (["algorithm.kl_ratio_correction=true", "algorithm.kl_estimator=k2"], "kl_ratio_correction is for"),
-        (["algorithm.kl_ratio_correction=true", "algorithm.kl_in=reward"], "kl_ratio_correction is for"),
+        ([KL_ON, "algorithm.kl_estimator=k1"], "expected gradient of zero"),
+        (
+            [KL_ON, "algorithm.kl_ratio_correction=true", "algorithm.kl_estimator=k2"],
+            "kl_ratio_correction is for",
+        ),
+        (
+            [KL_ON, "algorithm.kl_ratio_correction=true", "algorithm.kl_in=reward"],
+            "kl_ratio_correction is for",
+        ),
     ],
 )
 def test_kl_settings_that_cannot_be_meant_are_refused_by_name(overrides, said):
@@ -99,9 +108,9 @@ def test_kl_settings_that_cannot_be_meant_are_refused_by_name(overrides, said):
 @pytest.mark.parametrize(
     "overrides",
     [
-        ["algorithm.kl_coef=0.1", "algorithm.kl_estimator=k1", "algorithm.kl_in=reward"],
-        ["algorithm.kl_coef=0.1", "algorithm.kl_ratio_correction=true"],
-        ["algorithm.kl_estimator=k1"],
+        [KL_ON, "algorithm.kl_estimator=k1", "algorithm.kl_in=reward"],
+        [KL_ON, "algorithm.kl_ratio_correction=true"],
+        ["algorithm.kl_coef=0", "algorithm.kl_estimator=k1"],
     ],
 )
 def test_kl_settings_that_make_sense_are_taken(overrides):
