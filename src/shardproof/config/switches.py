@@ -26,6 +26,8 @@ SWITCHES = (
     *("ratio", "surrogate", "dual_clip"),
 )
 ADVANTAGE_SWITCHES = ("baseline", "compared_over", "scale", "scale_over", "scale_eps")
+# What "none" could also mean: it takes back what a recipe says, and TRL's scale_rewards="none" divides by nothing.
+_OFF = {"scale": "'off'", "baseline": "'off'", "dual_clip": "0", "dynamic_sampling": "false"}
 _OF_SURROGATES = {
     "sapo_temperature_pos": ("sapo",),
     "sapo_temperature_neg": ("sapo",),
@@ -106,7 +108,13 @@ class Switches(Section):
     @model_validator(mode="before")
     @classmethod
     def _has_the_presets_values(cls, data: Any) -> Any:
-        return fill_in(data) if isinstance(data, dict) else data
+        if not isinstance(data, dict):
+            return data
+        filled_in = fill_in(data)
+        for key, off in _OFF.items() if filled_in != data else ():
+            if data.get(key) == "none":
+                raise ValueError(f"{key}='none' could mean two things: write {key}={off}, or remove the key")
+        return filled_in
 
     @field_validator("name")
     @classmethod
