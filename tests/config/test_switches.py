@@ -147,6 +147,12 @@ def test_what_does_not_go_together_is_refused_by_name(given, said):
     assert said in str(caught.value)
 
 
+def test_a_bound_that_cannot_be_is_the_only_one_that_is_named():
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(TINY, ["algorithm.clip_low=-1"])
+    assert "algorithm.clip_low" in str(caught.value) and "clip_high" not in str(caught.value)
+
+
 @pytest.mark.parametrize(
     "given",
     [

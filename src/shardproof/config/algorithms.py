@@ -173,7 +173,9 @@ def preset_values(spec: AlgorithmSpec, preset: str | None, given: Mapping[str, A
         values |= {**_PRESETS[preset], **(getattr(spec, preset) or {})}
     values = _of_surrogate(values, given.get("surrogate", values["surrogate"]), given.get("ratio"))
     chosen = {**values, **given}
-    values.setdefault("clip_high", chosen.get("clip_low", 0.2))
+    low = chosen.get("clip_low", 0.2)
+    if isinstance(low, int | float) and 0 < low <= 1:  # else it is refused, and nothing follows from it
+        values.setdefault("clip_high", low)
     if given.get("baseline", "mean") not in PER_COMPLETION:
         values |= {
             "scale_over": "tokens",
