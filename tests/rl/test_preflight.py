@@ -138,6 +138,25 @@ def test_a_disk_must_hold_one_checkpoint_more_than_are_kept(tmp_path, monkeypatc
     assert ahead(tmp_path / "run", "output.save_every=1", "output.keep=3") == [], "three of them are there"
 
 
+@pytest.mark.parametrize(
+    ("overrides", "bytes_each"),
+    [
+        (["optimizer.moments=bfloat16"], 8.0),
+        (["optimizer.name=adamw_8bit"], 6.1),
+        (["model.lora.r=1", "model.lora.base=nf4", "model.compute_dtype=bfloat16"], 0.8),
+    ],
+    ids=["two moments in 16 bits", "in 8 bits", "a base in 4 bits"],
+)
+def test_a_disk_need_not_hold_what_a_checkpoint_has_not(tmp_path, monkeypatch, overrides, bytes_each):
+    """A run with room for its checkpoints was refused: its moments, or its base, were counted in float32."""
+    monkeypatch.setattr(preflight, "available_memory", lambda: None)
+    size = sum(tensor.numel() for tensor in _weights()) * bytes_each
+    settings = ["output.save_every=1", "output.save_model=false", "output.keep=1", *overrides]
+    for free, num in ((2.2 * size, 0), (1.6 * size, 1)):
+        monkeypatch.setattr(shutil, "disk_usage", lambda _, free=free: Usage(free, 0, free))
+        assert len(ahead(tmp_path / "run", *settings)) == num
+
+
 def _weights():
     from safetensors.torch import load_file
 

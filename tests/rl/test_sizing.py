@@ -183,3 +183,16 @@ def test_a_paged_cache_is_counted_as_it_is_made(tmp_path):
     whole = cache(80)
     assert 0 < cache(0.005) < whole == cache(8)
     assert cache(80, "rollout.max_new_tokens=600") > whole
+
+
+def test_what_of_a_base_is_not_in_4_bits_is_counted_in_the_dtype_that_it_computes_in(tmp_path):
+    folder = model_folder(tmp_path / "model", "llama", DENSE)
+    settings = (*COMMON, f"model.path={folder}", "model.lora.r=8", "model.lora.base=nf4")
+    held = []
+    for dtype in ("float32", "bfloat16"):
+        recipe = from_json(small_recipe(tmp_path / "run", *settings, f"model.compute_dtype={dtype}"))
+        found = estimate_run(recipe, Machine(ranks=1), prompt_lengths(recipe)[0])
+        held.append(found.phases[0].device["policy weights"])
+    vocabulary = json.loads((folder / "config.json").read_text())["vocab_size"]
+    others = 2 * vocabulary * 64 + (2 * 4 + 1) * 64  # embeddings, head and norms
+    assert held[0] - held[1] == 2 * others

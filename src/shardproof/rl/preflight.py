@@ -27,13 +27,12 @@ from shardproof.folder_lock import LOCK_NAME, FolderLock
 from shardproof.model.inventory import take_inventory
 from shardproof.model.roles import POLICY
 from shardproof.model.skeleton import build_skeleton
-from shardproof.rl.algorithms.registry import find_algorithm
 from shardproof.rl.checks import check_ahead, model_folder
 from shardproof.rl.hub import check_hub
 from shardproof.rl.machine import available_memory, existing_folder
 from shardproof.rl.place import CHECKPOINTS, check_folder, check_own, checkpoint_steps
 from shardproof.rl.same_run import Resume
-from shardproof.rl.sizing.recipe import PROCESS_BYTES, held_in_host
+from shardproof.rl.sizing.recipe import PROCESS_BYTES, held_in_host, saved_bytes
 from shardproof.rl.trackers import check_logins
 from shardproof.rollout.vllm_places import check_replica_devices, check_settings, check_sleep, port_problem
 from shardproof.rollout.vllm_versions import installed_version, interface_of
@@ -42,7 +41,6 @@ from shardproof.weights.reader import open_checkpoint
 from shardproof.weights.source import find_folder, read_config
 
 _GIB = 2**30
-_NUM_MOMENTS = {"adamw": 2, "muon": 1}  # that an optimizer keeps of each parameter, at the least
 _EXTRAS = {"peft": "lora", "pyarrow": "data", "datasets": "data", "tensorboard": "cli", "vllm": "vllm"}
 _EXTRAS |= {name: name for name in ("wandb", "trackio", "mlflow")}
 
@@ -218,15 +216,11 @@ def check_disk(start: Start) -> list[Finding]:
     output, folder = recipe.output, Path(recipe.output.folder)
     num_kept = output.keep + 1 if output.save_every else 1
     num_checkpoints = max(num_kept - len(checkpoint_steps(folder / CHECKPOINTS)), 1)
-    size = start.num_elements * _itemsize(recipe.model.param_dtype)
-    whole = (1 + _NUM_MOMENTS.get(recipe.optimizer.name, 0)) * size
-    checkpoint = size if recipe.model.lora is not None else whole
-    if find_algorithm(recipe.algorithm.name).spec.has_critic:
-        checkpoint += size if recipe.critic is not None and recipe.critic.lora is not None else whole
-    if recipe.algorithm.reference_sync_every:
-        checkpoint += size
     model = start.num_elements * _itemsize(output.model_dtype or "bfloat16") if output.save_model else 0
-    needed, free = num_checkpoints * checkpoint + model, shutil.disk_usage(existing_folder(folder)).free
+    needed, free = (
+        num_checkpoints * saved_bytes(recipe) + model,
+        shutil.disk_usage(existing_folder(folder)).free,
+    )
     if needed <= free:
         return []
     what = f"{num_checkpoints} checkpoint{'s' * (num_checkpoints > 1)}{' and the model' if model else ''}"

@@ -18,6 +18,7 @@ from shardproof.rl.scorers import keeps_reference
 from shardproof.rl.sizing.engine import EngineBytes, batch_rows, engine_bytes, replica_bytes
 from shardproof.rl.sizing.model import Estimate, Shape, Sharding, estimate, held_bytes, shape_of
 from shardproof.shard.footprint import MARGIN
+from shardproof.user_code import is_user_name
 from shardproof.weights.source import read_config
 
 PROCESS_BYTES = 150 * 2**20  # of a rank that has imported torch and holds nothing
@@ -119,6 +120,18 @@ def held_in_host(recipe: Recipe, num_ranks: int, on_gpu: bool) -> int:
     if not on_gpu and recipe.rollout.engine == "embedded" and _samples(recipe):
         total += replica_bytes(shapes[POLICY], getattr(torch, recipe.model.compute_dtype))
     return total * num_ranks
+
+
+def saved_bytes(recipe: Recipe) -> int:
+    """Bytes of one checkpoint: weights and optimizer state. Of an optimizer of the user's nothing is counted."""
+    total, moves = 0, recipe.algorithm.reference_sync_every > 0
+    for role, shape in _roles(recipe).items():
+        if not shape.trained or role == TEACHER or (role == REFERENCE and not moves):
+            continue
+        held = held_bytes(shape, _sharding(recipe, role, False), 1)
+        total += held.parameters - shape.buffer_bytes
+        total += 0 if is_user_name(recipe.optimizer.name) else held.optimizer
+    return total
 
 
 class _Counter:
@@ -334,7 +347,7 @@ def _roles(recipe: Recipe) -> Mapping[str, Shape]:
     algorithm = make_algorithm(recipe.algorithm, recipe.rollout)
     model = recipe.model
     lora = None if model.lora is None else model.lora.model_dump_json()
-    common = (getattr(torch, model.param_dtype), model.trust_remote_code)
+    common = (model.param_dtype, model.compute_dtype, model.trust_remote_code)
     found = {POLICY: _shape(model.path, algorithm.spec.role, lora, *common)}
     if keeps_reference(recipe, algorithm):
         path = (recipe.reference or Role()).path or model.path
@@ -344,22 +357,25 @@ def _roles(recipe: Recipe) -> Mapping[str, Shape]:
         adapters = None if critic.lora is None else critic.lora.model_dump_json()
         found[CRITIC] = _shape(critic.path or model.path, CRITIC, adapters, *common)
     if recipe.teacher is not None and recipe.teacher.path is not None:
-        own = (common[0], recipe.teacher.trust_remote_code)
+        own = (*common[:2], recipe.teacher.trust_remote_code)
         found[TEACHER] = _shape(recipe.teacher.path, TEACHER, None, *own)
     for each in _reward_models(recipe):
-        shape = _shape(each.path, REWARD, None, common[0], each.trust_remote_code)
+        shape = _shape(each.path, REWARD, None, *common[:2], each.trust_remote_code)
         found[judge_role(each)] = replace(shape, trained=False)
     return found
 
 
 @lru_cache(maxsize=16)
-def _shape(path: str, role: str, lora: str | None, dtype: torch.dtype, trust_remote_code: bool) -> Shape:
+def _shape(
+    path: str, role: str, lora: str | None, param_dtype: str, compute_dtype: str, trust_remote_code: bool
+) -> Shape:
     config = read_config(model_folder(path), trust_remote_code)
     adapters, base = None, None
     if lora is not None:
         section = Lora.model_validate_json(lora)
         adapters, base = make_lora(section), section.base
-    return shape_of(config, role, dtype, adapters, trust_remote_code, base)
+    held, computed = getattr(torch, param_dtype), getattr(torch, compute_dtype)
+    return shape_of(config, role, held, adapters, trust_remote_code, base, computed)
 
 
 def _sharding(recipe: Recipe, role: str, on_gpu: bool) -> Sharding:
