@@ -222,6 +222,10 @@ def make_badly(what):
         ({"name": "torch.optim:SDG"}, "Did you mean 'SGD'?"),
         ({"name": "torch.optim:SGD", "momentun": 0.9}, "unexpected keyword argument 'momentun'"),
         ({"name": f"{__name__}:no_optimizer"}, "returned a float"),
+        (
+            {"name": "torch.optim:SGD", "betas": (0.5, 0.9)},
+            "betas=[0.5, 0.9]: 'torch.optim:SGD' has no parameter",
+        ),
     ],
 )
 def test_optimizers_that_cannot_be(what, said):

@@ -98,6 +98,7 @@ def test_schedules_that_cannot_be(kind, options, word):
         ({"schedule": "cosine", "decay_shape": "sqrt"}, "only for schedule='wsd'"),
         ({"name": "torch.optim:SGD", "eps": 1e-6}, "set it in options"),
         ({"eps": -1e-9}, "eps"),
+        ({"final_ratio": 0.1, "warmup_steps": 3}, "final_ratio is for a schedule that falls: set schedule"),
     ],
 )
 def test_sections_that_cannot_be(keys, word):
@@ -133,6 +134,11 @@ def test_a_recipe_whose_rates_have_no_room_to_fall_is_refused_before_anything_is
     with pytest.raises(sp.ConfigError, match="C001") as caught:
         read()
     assert words in str(caught.value)
+
+
+def test_a_schedule_may_be_made_constant_from_outside():
+    """As `optimizer.schedule=constant` on the command line does with a recipe whose schedule falls."""
+    assert Optimizer(schedule="constant", final_ratio=0.1).schedule == "constant"
 
 
 def test_a_section_says_what_the_schedule_and_the_optimizer_are_given():

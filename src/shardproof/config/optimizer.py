@@ -75,7 +75,7 @@ class Optimizer(Section):
     """Begin the warm-up at 0, as transformers does: the first update changes nothing. With `"wsd"` it begins at
     `final_ratio` of `lr`, also as there. By default the first of n warm-up updates has 1 / (n + 1) of `lr`."""
     final_ratio: Fraction = 0.0
-    """Fraction of `lr` at which a schedule that falls ends."""
+    """Fraction of `lr` at which a schedule that falls ends. `schedule = "constant"` does not read it."""
     decay_steps: Steps | None = None
     """With `schedule = "wsd"`: number of updates at the end during which the learning rate falls."""
     decay_ratio: Part | None = None
@@ -105,6 +105,8 @@ class Optimizer(Section):
     def _schedule_fits(self) -> Optimizer:
         if self.warmup_steps and self.warmup_ratio:
             raise ValueError("warmup_steps and warmup_ratio exclude each other: give one of the two")
+        if self.final_ratio and "schedule" not in self.model_fields_set:
+            raise ValueError("final_ratio is for a schedule that falls: set schedule, such as to 'cosine'")
         if self.schedule == "wsd":
             if (self.decay_steps is None) == (self.decay_ratio is None):
                 raise ValueError("schedule='wsd' needs one of decay_steps and decay_ratio")

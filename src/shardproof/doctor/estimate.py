@@ -50,7 +50,7 @@ def estimate(
     replicate: Annotated[int, typer.Option(help="copies of the sharded model, HSDP (model)")] = 1,
     lora: Annotated[int, typer.Option(help="rank of LoRA adapters; 0 for none (model)")] = 0,
     checkpoint_activations: Annotated[bool, typer.Option(help="recompute activations (model)")] = False,
-    optimizer: Annotated[str, typer.Option(help="adamw, muon, or module:name (model)")] = "adamw",
+    optimizer: Annotated[str, typer.Option(help="adamw, adamw_8bit, muon, or module:name (model)")] = "adamw",
     role: Annotated[str, typer.Option(help="policy, reference or critic (model)")] = "policy",
     trust_remote_code: Annotated[bool, typer.Option(help="run the model's own code (model)")] = False,
     json_path: Annotated[Path | None, typer.Option("--json", help="write the numbers as JSON")] = None,

@@ -28,6 +28,7 @@ from shardproof.user_code import describe_error, import_named, is_user_name
 OPTIMIZERS = ("adamw", "adamw_8bit", "muon")
 MOMENTS = ("float32", "bfloat16")
 MUON_OPTIONS = ("momentum", "nesterov", "ns_steps", "adjust_lr")
+_BETAS = (0.9, 0.95)  # unless they are given
 LR_RULES = ("match_rms_adamw", "original")
 
 
@@ -164,7 +165,8 @@ def _make_user_optimizer(
 ) -> torch.optim.Optimizer:
     factory = import_named("optimizer", name)
     try:
-        if "betas" in inspect.signature(factory).parameters:
+        takes_betas = "betas" in inspect.signature(factory).parameters
+        if takes_betas:
             options = {"betas": betas} | options
         made = factory(groups, lr=lr, **options)
     except Exception as error:
@@ -174,6 +176,9 @@ def _make_user_optimizer(
     if not isinstance(made, torch.optim.Optimizer):
         message = f"optimizer {name!r} returned a {type(made).__name__}, not a torch.optim.Optimizer."
         raise fail("C001", "optimizer", message, fix="return a torch.optim.Optimizer")
+    if not takes_betas and tuple(betas) != _BETAS:
+        message = f"betas={list(betas)}: {name!r} has no parameter of that name, so they would not be used."
+        raise fail("C001", "optimizer", message, fix="remove betas, or set in options what it takes")
     return made
 
 
