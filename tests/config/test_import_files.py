@@ -22,8 +22,10 @@ def test_a_variable_is_set_where_a_command_begins_and_not_by_what_is_said(tmp_pa
 BACKEND=vllm
 if [ "$BACKEND" = trtllm ]; then echo "BACKEND=trtllm needs a GPU"; fi
 A=1 B=2 && C=3
+X=gpu
 case $X in
   gpu) D=4 ;;
+  *) D=40 ;;
 esac
 python -m main a.backend=$BACKEND a.sum=$((A + B + C + D))
 """,

@@ -77,10 +77,14 @@ def import_config(
 
 def told(imported: Imported, output: Path | None) -> list[str]:
     """What the user should know about the recipe, in lines."""
+    from shardproof.config.imported.convert import UNSURE
+
     draft = imported.draft
     lines = [f"{len(draft.origins)} settings taken over{f' into {output}' if output else ''}."]
     if draft.to_fill:
         lines += ["", "To fill in:", *(f"  {key}: {what}" for key, what in draft.to_fill.items())]
+    if imported.notes:
+        lines += ["", UNSURE, *(f"  {note}" for note in imported.notes)]
     if draft.gaps:
         lines += ["", "Without a counterpart:", *(f"  {key}: {why}" for key, why in draft.gaps.items())]
     if draft.unneeded:

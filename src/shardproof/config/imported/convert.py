@@ -15,6 +15,7 @@ from shardproof.config.imported.text import recipe_text
 from shardproof.config.load import parse_recipe
 from shardproof.errors import ConfigError, fail
 
+UNSURE = "Only running the script would tell:"
 LIBRARIES = ("trl", "verl", "skyrl")
 _TITLES = {"trl": "TRL", "verl": "verl", "skyrl": "SkyRL"}
 _OF_VERL = ("actor_rollout_ref.", "algorithm.")
@@ -39,6 +40,7 @@ class Imported:
     draft: Draft
     text: str
     problem: str | None  # why the recipe cannot be used as it is; None if it can
+    notes: tuple[str, ...] = ()  # what only running a script would tell
 
 
 def find_library(foreign: Foreign) -> str:
@@ -68,7 +70,8 @@ def import_config(
     ranks: int = 1,
 ) -> Imported:
     """The recipe of a config file; `overrides` are settings of the other library, as its command line takes them."""
-    foreign = Foreign(read_config(path, overrides))
+    notes: list[str] = []
+    foreign = Foreign(read_config(path, overrides, notes))
     library = library or find_library(foreign)
     if library == "trl":
         foreign = trl.opened(foreign)
@@ -94,8 +97,10 @@ def import_config(
     if draft.gaps:
         title += "\n\nWithout a counterpart:"
         title += "".join(f"\n  {setting}: {why}" for setting, why in draft.gaps.items())
+    if notes:
+        title += f"\n\n{UNSURE}" + "".join(f"\n  {note}" for note in notes)
     text = recipe_text(draft, title)
-    return Imported(library, trainer, draft, text, _problem(text))
+    return Imported(library, trainer, draft, text, _problem(text), tuple(notes))
 
 
 def _culprit(

@@ -9,27 +9,28 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from shardproof.config.imported.shell import script_words
+from shardproof.config.imported.shell import Started, other_ways, read_shell
 from shardproof.errors import fail
 from shardproof.foreign import read_foreign
 
 _MAX_BYTES = 2**22
 _REFERENCE = re.compile(r"\$\{([^${}]*)\}")
 _SETTING = re.compile(r"[+~]{0,2}([A-Za-z_][\w.]*)=(.*)", re.DOTALL)
-_VARIABLE = re.compile(r"(?:export\s+)?([A-Za-z_]\w*)=(.*)", re.DOTALL)
 _MAX_ROUNDS = 10  # of references in references
+_MAX_FOLDERS, _MAX_SAID = 8, 8
 _MAX_SETTINGS, _MAX_NODES, _MAX_LENGTH = 10_000, 200_000, 100_000
 
 
-def read_config(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """The settings of a config by dotted key, with `overrides` such as `trainer.seed=1` applied; raises a ConfigError."""
+def read_config(path: Path, overrides: Sequence[str] = (), notes: list[str] | None = None) -> dict[str, Any]:
+    """The settings of a config by dotted key, with `overrides` such as `trainer.seed=1` applied; raises a ConfigError.
+    `notes` gets what a script leaves open."""
     raw = read_foreign(
         path, "config", code="C001", max_bytes=_MAX_BYTES, fix="pass a YAML, JSON or shell file"
     )
     try:
         text = raw.decode("utf-8-sig")
         if path.suffix == ".sh":
-            flat = _read_script(text)
+            flat = _read_script(path, text, [] if notes is None else notes)
         else:
             found = json.loads(text) if path.suffix == ".json" else _load_yaml(text)
             if not isinstance(found, dict):
@@ -73,18 +74,45 @@ def _load_yaml(text: str) -> Any:
     return value
 
 
-def _read_script(text: str) -> dict[str, Any]:
-    """The key=value arguments of a shell script, with its own variables put in."""
-    variables: dict[str, str] = {}
-    flat: dict[str, Any] = {}
-    for word, sets in script_words(text, variables):
-        setting, variable = _SETTING.fullmatch(word), _VARIABLE.fullmatch(word)
-        if setting is not None and "." in setting[1]:
-            _set(flat, setting[1], setting[2])
-        elif sets and variable is not None:
-            variables[variable[1]] = variable[2]
+def _read_script(path: Path, text: str, notes: list[str]) -> dict[str, Any]:
+    """The key=value arguments of a shell script; `notes` gets what only running it would tell."""
+
+    def find(name: str) -> str | None:
+        """The text of a script that this one starts, whose name counts from a folder above."""
+        wanted = Path(name)
+        if wanted.is_absolute() or ".." in wanted.parts:
+            return None
+        for folder in [*path.resolve().parents][:_MAX_FOLDERS]:
+            if (folder / wanted).is_file():
+                other = read_foreign(folder / wanted, "config", code="C001", max_bytes=_MAX_BYTES)
+                return other.decode("utf-8-sig", errors="replace")
+        return None
+
+    started = read_shell(text, find=find)
+    flat = _settings(started)
     if not flat:
-        raise ValueError("it starts nothing with key=value arguments")
+        missing = f"; it runs {', '.join(started.missing[:3])}, not found" if started.missing else ""
+        raise ValueError(f"it starts nothing with key=value arguments{missing}")
+    for ways in other_ways(started):
+        other = _settings(read_shell(text, ways, find))
+        changed = [key for key in flat | other if flat.get(key) != other.get(key)]
+        if changed:
+            ((what, way),) = ways.items()
+            choice = started.choices[what]
+            said = ", ".join(f"{key}={other.get(key)!r}" for key in changed[:_MAX_SAID])
+            more = f" and {len(changed) - _MAX_SAID} more" if len(changed) > _MAX_SAID else ""
+            taken = f"taken as {choice.taken!r}; as {choice.others[way - 1]!r} it would be"
+            notes.append(f"{what}: {taken} {said}{more}")
+    notes += started.notes
+    return flat
+
+
+def _settings(started: Started) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for command in started.commands:
+        for word in command:
+            if (setting := _SETTING.fullmatch(word)) is not None:
+                _set(flat, setting[1], setting[2])
     return flat
 
 
