@@ -49,6 +49,13 @@ VALUES = [
     ("grpo", {**SAMPLED, "reward_model_name_or_path": "judge", "reward_funcs": ["lib.style"], "reward_weights": [0.3, 0.7]},
      {"reward.models": [{"path": "judge", "weight": 0.3}],
       "reward.functions": [{"name": "lib:style", "signature": "trl", "weight": 0.7}]}),
+    # What the engine is told further is stronger than the settings of its name; a command line has it as JSON.
+    ("grpo", {**SAMPLED, "top_p": 0.5, "generation_kwargs": {"top_p": 0.9, "min_tokens": 4, "stop": "END", "top_k": -1,
+                                                             "frequency_penalty": 0.1, "stop_token_ids": 7}},
+     {"rollout.top_p": 0.9, "rollout.min_new_tokens": 4, "rollout.stop": ["END"], "rollout.top_k": 0,
+      "rollout.frequency_penalty": 0.1, "rollout.stop_ids": [7]}),
+    ("rloo", {**SAMPLED, "generation_kwargs": '{"stop_strings": ["a", "b"], "presence_penalty": 1, "min_p": 0.1}'},
+     {"rollout.stop": ["a", "b"], "rollout.presence_penalty": 1.0, "rollout.min_p": 0.1}),
     ("sft", {**GIVEN, "max_length": None}, {"data.max_length": None, "data.on_max_length": None}),
     ("dpo", GIVEN, {"data.max_length": 1024, "data.on_max_length": "truncate"}),
     ("dpo", {**GIVEN, "sync_ref_model": True, "ref_model_sync_steps": 64},
@@ -74,6 +81,11 @@ GAPS = [
     ("grpo", {**SAMPLED, "use_peft": True}, "lora_dropout=0.05"),
     ("grpo", {**SAMPLED, "use_peft": True, "load_in_4bit": True, "bnb_4bit_quant_type": "fp4"}, "quant_type='fp4'"),
     ("sft", {**GIVEN, "packing": True}, "packing=True"),
+    ("grpo", {**SAMPLED, "generation_kwargs": {"temperature": 0.7}}, "generation_kwargs.temperature=0.7"),
+    ("grpo", {**SAMPLED, "generation_kwargs": {"num_beams": 4}}, "generation_kwargs.num_beams=4"),
+    ("grpo", {**SAMPLED, "generation_kwargs": {"logit_bias": {"5": -1}}}, "generation_kwargs.logit_bias.5=-1"),
+    ("grpo", {**SAMPLED, "generation_kwargs": {"max_tokens": 99}, "loss_type": "dr_grpo"}, "max_completion_length=512"),
+    ("grpo", {**SAMPLED, "generation_kwargs": "{no json"}, "generation_kwargs='{no json'"),
 ]  # fmt: skip
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from shardproof.config.imported.draft import Draft, Foreign, Same, copy
 from shardproof.config.imported.shared_settings import measure_from_engine, whole
+from shardproof.config.imported.trl_generation import generation
 
 _REWARDS: dict[str, dict[str, str]] = {
     "accuracy_reward": {"name": "math_verify"},
@@ -29,7 +30,6 @@ _OF_LOSSES = (
 )  # each with an end of its own by the advantage's sign
 _LACKING = {
     "vllm_structured_outputs_regex": "completions are not constrained",
-    "generation_kwargs": "see the keys of [rollout]",
 }
 _SAMPLING = (
     Same("max_completion_length", "rollout.max_new_tokens", 512),
@@ -55,6 +55,7 @@ def sampled(draft: Draft, foreign: Foreign, trainer: str, ranks: int) -> int:
     group = int(foreign.take("num_generations", 8 if trainer == "grpo" else 2))
     draft.put("rollout.group_size", group, "num_generations")
     copy(draft, foreign, _SAMPLING)
+    generation(draft, foreign)
     _clip(draft, foreign)
     device, accumulated = (
         int(foreign.take("per_device_train_batch_size", 8)),
