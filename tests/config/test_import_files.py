@@ -146,3 +146,51 @@ def test_a_mark_at_the_beginning_is_no_part_of_the_first_key(tmp_path):
     path = tmp_path / "config.yaml"
     path.write_bytes(b"\xef\xbb\xbfa: 1\r\nb: &x {c: 2}\r\nd: *x\r\n")
     assert read_config(path) == {"a": 1, "b.c": 2, "d.c": 2}
+
+
+@pytest.mark.parametrize(
+    ("argument", "expected"),
+    [
+        ("a.b={thinking:false,effort:'low'}", {"a.b.thinking": False, "a.b.effort": "low"}),
+        ("a.b={x:{y:1e-3},z:[1,2e4]}", {"a.b.x.y": 1e-3, "a.b.z": [1, 2e4]}),
+        ("a.b={path:/data/x,url:s3://y}", {"a.b.path": "/data/x", "a.b.url": "s3://y"}),
+        ("a.b=[0.9,1e-6,s3://x]", {"a.b": [0.9, 1e-6, "s3://x"]}),
+        ("++a.b=1E5", {"a.b": 1e5}),
+        ("~a.c=4", {}),
+    ],
+)
+def test_arguments_are_read_as_hydra_reads_them(tmp_path, argument, expected):
+    assert script(tmp_path, f"python main a.b=0 a.c=4 a.d=1 '{argument}'") == {
+        **({"a.c": 4} if "~" not in argument else {"a.b": 0}),
+        "a.d": 1,
+        **expected,
+    }
+
+
+def test_a_config_lies_over_those_that_it_names(tmp_path):
+    (tmp_path / "base.yaml").write_text("defaults: [deep, _self_]\na: {x: 1, y: 1, z: 1}\nb: {c: {d: 1}}")
+    (tmp_path / "deep.yaml").write_text("defaults: [base]\na: {x: 0, w: 2e-5}")
+    (tmp_path / "run.yaml").write_text("defaults: [ppo_trainer, base, gone, _self_]\na: {y: 2}")
+    notes = []
+    found = read_config(tmp_path / "run.yaml", ["a.z=3"], notes)
+    assert {key: value for key, value in found.items() if key != "defaults"} == {
+        "a.x": 1, "a.w": 2e-5, "a.y": 2, "a.z": 3, "b.c.d": 1,
+    }  # fmt: skip
+    assert [note.partition(",")[0] for note in notes] == ["defaults names base", "defaults names gone"]
+
+
+def test_the_config_that_a_script_names_is_under_its_settings(tmp_path):
+    folder = tmp_path / "recipe" / "config"
+    folder.mkdir(parents=True)
+    path = tmp_path / "recipe" / "run.sh"
+    start = "python -m main --config-path=/root/recipe/config --config-name"
+    path.write_text(f"{start} mine.yaml a.y=2 b.c=off_now")
+    notes = []
+    assert read_config(path, (), notes) == {"a.y": 2, "b.c": "off_now"}
+    assert notes == ["the command names the config mine.yaml, which was not found: its settings are missing"]
+    (folder / "mine.yaml").write_text("defaults: [ppo_trainer, _self_]\na: {x: 1, y: 1}\nb: {c: {d: 1}}")
+    notes = []
+    found = read_config(path, (), notes)
+    assert {key: found[key] for key in found if key != "defaults"} == {"a.x": 1, "a.y": 2, "b.c": "off_now"}
+    path.write_text(f"{start}='ppo_megatron_trainer.yaml' a.y=2")
+    assert (read_config(path, (), notes), notes) == ({"a.y": 2}, [])

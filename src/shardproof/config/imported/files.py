@@ -9,13 +9,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from shardproof.config.imported.bases import named_config, with_bases
 from shardproof.config.imported.shell import Started, other_ways, read_shell
+from shardproof.config.imported.yaml_text import load_argument, load_yaml
 from shardproof.errors import fail
 from shardproof.foreign import read_foreign
 
 _MAX_BYTES = 2**22
 _REFERENCE = re.compile(r"\$\{([^${}]*)\}")
-_SETTING = re.compile(r"[+~]{0,2}([A-Za-z_][\w.]*)=(.*)", re.DOTALL)
+_SETTING = re.compile(r"([+~]{0,2})([A-Za-z_][\w.]*)=(.*)", re.DOTALL)
 _MAX_ROUNDS = 10  # of references in references
 _MAX_FOLDERS, _MAX_SAID = 8, 8
 _MAX_SETTINGS, _MAX_NODES, _MAX_LENGTH = 10_000, 200_000, 100_000
@@ -24,27 +26,28 @@ _MAX_SETTINGS, _MAX_NODES, _MAX_LENGTH = 10_000, 200_000, 100_000
 def read_config(path: Path, overrides: Sequence[str] = (), notes: list[str] | None = None) -> dict[str, Any]:
     """The settings of a config by dotted key, with `overrides` such as `trainer.seed=1` applied; raises a ConfigError.
     `notes` gets what a script leaves open."""
+    notes = [] if notes is None else notes
     raw = read_foreign(
         path, "config", code="C001", max_bytes=_MAX_BYTES, fix="pass a YAML, JSON or shell file"
     )
     try:
         text = raw.decode("utf-8-sig")
         if path.suffix == ".sh":
-            flat = _read_script(path, text, [] if notes is None else notes)
+            flat = _read_script(path, text, notes)
         else:
-            found = json.loads(text) if path.suffix == ".json" else _load_yaml(text)
+            found = json.loads(text) if path.suffix == ".json" else load_yaml(text)
             if not isinstance(found, dict):
                 what = "nothing" if found is None else f"a {type(found).__name__}"
                 raise ValueError(f"it holds {what}, expected settings")
             _check_size(found)
-            flat = flatten(found)
+            flat = flatten(with_bases(found, path.parent, _read_base, notes))
     except (ValueError, RecursionError) as error:
         raise fail("C001", "config", f"{path} cannot be read: {error}.", fix="correct the file") from error
     for override in overrides:
         setting = _SETTING.fullmatch(override)
         if setting is None:
             raise fail("C001", "config", f"{override!r} is not of the form key=value.")
-        _set(flat, setting[1], setting[2])
+        _apply(flat, setting)
     if len(flat) > _MAX_SETTINGS:
         message = f"{path} has {len(flat)} settings; the limit is {_MAX_SETTINGS}."
         raise fail("C001", "config", message, fix="pass the config of a run")
@@ -62,16 +65,12 @@ def flatten(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _load_yaml(text: str) -> Any:
-    import yaml  # type: ignore[import-untyped]
-
-    try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ValueError(" ".join(str(error).split())) from error
-    if isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value):
-        return float(value)  # 1e-6, which YAML 1.1 takes for text
-    return value
+def _read_base(path: Path) -> Any:
+    """A config that another one is made of."""
+    raw = read_foreign(path, "config", code="C001", max_bytes=_MAX_BYTES)
+    found = load_yaml(raw.decode("utf-8-sig"))
+    _check_size(found)
+    return found
 
 
 def _read_script(path: Path, text: str, notes: list[str]) -> dict[str, Any]:
@@ -104,7 +103,14 @@ def _read_script(path: Path, text: str, notes: list[str]) -> dict[str, Any]:
             taken = f"taken as {choice.taken!r}; as {choice.others[way - 1]!r} it would be"
             notes.append(f"{what}: {taken} {said}{more}")
     notes += started.notes
-    return flat
+    below = flatten(named_config(started, path, _read_base, notes))
+    return {key: value for key, value in below.items() if not _is_replaced(key, flat)} | flat
+
+
+def _is_replaced(key: str, flat: Mapping[str, Any]) -> bool:
+    """Whether a setting takes the place of the section that a key is in."""
+    parts = key.split(".")
+    return any(".".join(parts[:end]) in flat for end in range(1, len(parts)))
 
 
 def _settings(started: Started) -> dict[str, Any]:
@@ -112,19 +118,18 @@ def _settings(started: Started) -> dict[str, Any]:
     for command in started.commands:
         for word in command:
             if (setting := _SETTING.fullmatch(word)) is not None:
-                _set(flat, setting[1], setting[2])
+                _apply(flat, setting)
     return flat
 
 
-def _set(flat: dict[str, Any], key: str, text: str) -> None:
-    """Set a key as a command line does, in place of all that it had; what is no YAML is text."""
-    try:
-        value = _load_yaml(text)
-    except ValueError:
-        value = text
+def _apply(flat: dict[str, Any], setting: re.Match[str]) -> None:
+    """Set a key as a command line does, in place of all that it had, or take it out: ~key=value."""
+    sign, key, text = setting.groups()
+    value = load_argument(text)
     for known in [known for known in flat if known == key or known.startswith(f"{key}.")]:
         del flat[known]
-    flat |= flatten({key: value})
+    if "~" not in sign:
+        flat |= flatten({key: value})
 
 
 def _check_size(found: Any) -> None:
@@ -153,7 +158,7 @@ def _resolved(flat: Mapping[str, Any]) -> dict[str, Any]:
         else:
             value = flat.get(_absolute(name.strip(), at))
         if value is None and default:
-            return True, _load_yaml(default)
+            return True, load_yaml(default)
         return value is not None or selects, value
 
     def put_in(value: Any, at: str) -> Any:

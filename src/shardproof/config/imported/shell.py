@@ -27,6 +27,8 @@ _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 _DECLARING = ("export", "local", "declare", "readonly", "typeset")
 _SAYING = ("echo", "printf", "cat", "tee", "log", "read", "die", "usage")  # whose words are no settings
 _SHELLS = ("bash", "sh", "zsh", "source", ".")
+_CONFIG_OPTIONS = {"--config-name": "name", "-cn": "name", "--config-path": "path", "-cp": "path"}
+_CONFIG_OPTIONS |= {"--config-dir": "path", "-cd": "path"}
 _SUCCEEDS = ("true", ":", "echo", "printf", "set", "shopt", "trap", "unset", "shift", *_DECLARING)
 _MAX_COMMANDS, _MAX_NESTED = 20_000, 12
 _MAX_CHOICES = 24
@@ -48,6 +50,7 @@ class Started:
     commands: list[list[str]] = field(default_factory=list)
     choices: dict[str, Choice] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    configs: list[tuple[str, str]] = field(default_factory=list)  # folder and name of each --config-name
     missing: list[str] = field(default_factory=list)  # other scripts that were not found
 
 
@@ -232,7 +235,18 @@ class _Run:
             settings = [word for word in words if _SETTING.match(word)]
             if settings:
                 self.started.commands.append(settings)
+                self.name_config(words)
         return True if first in _SUCCEEDS else False if first == "false" else None
+
+    def name_config(self, words: Sequence[str]) -> None:
+        """Note the config that a command starts from."""
+        found = {}
+        for place, word in enumerate(words):
+            option, _, value = word.partition("=")
+            if option in _CONFIG_OPTIONS:
+                found[_CONFIG_OPTIONS[option]] = value or "".join(words[place + 1 : place + 2])
+        if found.get("name"):
+            self.started.configs.append((found.get("path", ""), found["name"]))
 
     def call(self, body: Commands, arguments: list[str]) -> bool | None:
         before, self.values.arguments = self.values.arguments, arguments
