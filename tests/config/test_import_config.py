@@ -310,7 +310,7 @@ def test_files_of_one_name_greedy_validation_and_gspo_of_verl_give_a_recipe(tmp_
     files = "data.train_files=[a/train.parquet, b/train.parquet]"
     settings = [
         "actor_rollout_ref.rollout.val_kwargs.n=4",
-        "actor_rollout_ref.rollout.val_kwargs.do_sample=false",
+        "actor_rollout_ref.rollout.val_kwargs.temperature=0",
     ]
     settings += ["actor_rollout_ref.actor.policy_loss.loss_mode=gspo"]
     made = imported(tmp_path, VERL_CONFIG, files, *settings)

@@ -35,6 +35,8 @@ VALUES = [
      {"model.strategy": "fsdp1", "rollout.vllm.replicas": 2, "rollout.vllm.tensor_parallel_size": 4, "train.ranks": 4}),
     ({f"{ENGINE}run_engines_locally": False, f"{ENGINE}external_server_urls": ["h:1"]}, {"rollout.vllm.url": ["http://h:1"]}),
     ({f"{ENGINE}engine_init_kwargs__max_model_len": 99}, {"rollout.vllm.max_model_len": 99}),
+    ({"generator__sampling_params__additional_kwargs": {"repetition_penalty": 1.05, "stop_token_ids": [7], "min_tokens": 2}},
+     {"rollout.repetition_penalty": 1.05, "rollout.stop_ids": [7], "rollout.min_new_tokens": 2}),
     ({"generator__engine_init_kwargs__max_model_len": 99}, {"rollout.vllm.max_model_len": 99}),
     # Each loss has settings of its own.
     ({f"{ALGORITHM}policy_loss_type": "cispo"}, {"algorithm.clip_low": 1.0, "algorithm.clip_high": 4.0}),

@@ -84,7 +84,7 @@ GAPS = [
     ("grpo", {**SAMPLED, "generation_kwargs": {"temperature": 0.7}}, "generation_kwargs.temperature=0.7"),
     ("grpo", {**SAMPLED, "generation_kwargs": {"num_beams": 4}}, "generation_kwargs.num_beams=4"),
     ("grpo", {**SAMPLED, "generation_kwargs": {"logit_bias": {"5": -1}}}, "generation_kwargs.logit_bias.5=-1"),
-    ("grpo", {**SAMPLED, "generation_kwargs": {"max_tokens": 99}, "loss_type": "dr_grpo"}, "max_completion_length=512"),
+    ("grpo", {**SAMPLED, "generation_kwargs": {"max_tokens": 99}}, "longest completion other than 512"),
     ("grpo", {**SAMPLED, "generation_kwargs": "{no json"}, "generation_kwargs='{no json'"),
 ]  # fmt: skip
 

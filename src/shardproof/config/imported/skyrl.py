@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from shardproof.config.imported.draft import Draft, Foreign, Same, copy
+from shardproof.config.imported.engine_arguments import engine_arguments
 from shardproof.config.imported.shared_settings import (
     as_list,
     draw_evaluations,
@@ -108,8 +109,8 @@ _TABLE = (
     Same("trainer.ckpt_path", "output.folder"),
     Same("trainer.ckpt_interval", "output.save_every", 10, lambda every: max(int(every), 0)),
     Same("trainer.max_ckpts_to_keep", "output.keep", None, lambda num: num if num > 0 else 1_000_000),
-    Same("trainer.project_name", "output.project", "skyrl"),
-    Same("trainer.run_name", "output.run_name"),
+    Same("trainer.project_name", "output.project", "skyrl", str),
+    Same("trainer.run_name", "output.run_name", None, str),
 )
 _SCHEDULES = {
     "constant_with_warmup": "constant",
@@ -164,6 +165,10 @@ def _model(draft: Draft, foreign: Foreign) -> None:
     if other is not None and other != draft.values["model.path"]:
         draft.put("reference.path", other, "trainer.ref.model.path")
     foreign.take(foreign.either(f"{_ENGINE}.model_dtype", "generator.model_dtype"))
+    why = "what is sampled and what is trained have one temperature: see rollout.temperature"
+    drawn = draft.values["rollout.temperature"]
+    draft.lack(foreign, "trainer.algorithm.temperature", why, unless=(drawn,))
+    draft.lack(foreign, f"{_POLICY}.inference_only_init", "see model.path", unless=(False,))
     _sharding(draft, foreign, int(gpus) * nodes)
 
 
@@ -227,6 +232,7 @@ def _engine(draft: Draft, foreign: Foreign) -> None:
         draft.put("rollout.top_k", int(k), f"{_SAMPLING}.top_k")
     if (p := float(foreign.take(f"{_SAMPLING}.min_p", 0.0))) > 0:
         draft.put("rollout.min_p", p, f"{_SAMPLING}.min_p")
+    engine_arguments(draft, foreign, f"{_SAMPLING}.additional_kwargs")
     draft.lack(foreign, f"{_SAMPLING}.repetition_penalty", "SkyRL does not pass it on", unless=(1, 1.0))
     copy(draft, foreign, [Same(name("engine_init_kwargs.max_model_len"), "rollout.vllm.max_model_len")])
     urls: Any = foreign.take(name("external_server_urls", "remote_inference_engine_urls"))

@@ -133,6 +133,7 @@ def adapters(draft: Draft, foreign: Foreign, theirs: str, ours: str) -> None:
     modules = foreign.either(f"{theirs}.target_modules", "trainer.target_modules")
     draft.put(f"{ours}.target_modules", foreign.take(modules, "all-linear"), modules)
     draft.lack(foreign, f"{theirs}.dropout", "adapters have no dropout", unless=(0, 0.0))
+    draft.lack(foreign, f"{theirs}.init_method", "adapters begin as peft's do", unless=("kaiming",))
 
 
 def _loss(draft: Draft, foreign: Foreign) -> None:
@@ -184,8 +185,9 @@ def _correction(draft: Draft, foreign: Foreign) -> None:
         draft.lack(foreign, f"{root}.tis_ratio_type", "the ratio is the correction")
         return
     kind = foreign.take(f"{root}.tis_ratio_type")
+    uses_before = foreign.take(f"{_ALGORITHM}.use_tis", False)
     before = float(foreign.take(f"{_ALGORITHM}.tis_imp_ratio_cap", -1.0))
-    if kind is None and foreign.take(f"{_ALGORITHM}.use_tis", False):
+    if kind is None and uses_before:
         draft.put("algorithm.correction", "tis", f"{_ALGORITHM}.use_tis")
         draft.put("algorithm.tis_cap", before if before > 0 else 2.0, f"{_ALGORITHM}.tis_imp_ratio_cap")
         return

@@ -107,7 +107,7 @@ _OPTIMIZER = (
     Same("max_grad_norm", "optimizer.max_grad_norm", 1.0, lambda norm: float(norm) or None),
     Same("seed", "train.seed", 42),
     Same("output_dir", "output.folder"),
-    Same("run_name", "output.run_name"),
+    Same("run_name", "output.run_name", None, str),
     Same("trust_remote_code", "model.trust_remote_code"),
     Same("gradient_checkpointing", "model.checkpoint_activations", True),
     Same("chat_template_kwargs", "data.chat_template_kwargs"),

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from shardproof.config.imported.draft import Draft, Foreign, Same, copy
+from shardproof.config.imported.engine_arguments import engine_arguments
 from shardproof.config.imported.shared_settings import measure_from_engine, whole
-from shardproof.config.imported.trl_generation import generation
 
 _REWARDS: dict[str, dict[str, str]] = {
     "accuracy_reward": {"name": "math_verify"},
@@ -55,7 +55,7 @@ def sampled(draft: Draft, foreign: Foreign, trainer: str, ranks: int) -> int:
     group = int(foreign.take("num_generations", 8 if trainer == "grpo" else 2))
     draft.put("rollout.group_size", group, "num_generations")
     copy(draft, foreign, _SAMPLING)
-    generation(draft, foreign)
+    engine_arguments(draft, foreign, "generation_kwargs")
     _clip(draft, foreign)
     device, accumulated = (
         int(foreign.take("per_device_train_batch_size", 8)),

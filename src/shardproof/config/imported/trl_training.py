@@ -91,7 +91,7 @@ def output(draft: Draft, foreign: Foreign, updates: int, samples: int) -> None:
         if number == 1 and samples:  # which recipes take greedily
             draft.put("evaluation.temperature", draft.values["rollout.temperature"], "temperature")
     trackers(draft, foreign.take("report_to", "none"), "report_to")
-    copy(draft, foreign, [Same("project", "output.project")])
+    copy(draft, foreign, [Same("project", "output.project", None, str)])
     _hub(draft, foreign)
     foreign.take("eval_on_start")  # an evaluation before the first step is always made
     metric = foreign.take("metric_for_best_model")

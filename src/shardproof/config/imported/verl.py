@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 from shardproof.config.imported.draft import Draft, Foreign, Same, copy
+from shardproof.config.imported.engine_arguments import named_arguments
 from shardproof.config.imported.shared_settings import (
     as_list,
     as_policy,
@@ -20,6 +18,7 @@ from shardproof.config.imported.shared_settings import (
 from shardproof.config.imported.verl_adapters import adapters
 from shardproof.config.imported.verl_async import running_ahead
 from shardproof.config.imported.verl_objective import ACTOR, objective
+from shardproof.config.imported.verl_rewards import rewards
 
 _FSDP = f"{ACTOR}.fsdp_config"
 ROLLOUT, MODEL = "actor_rollout_ref.rollout", "actor_rollout_ref.model"
@@ -137,8 +136,8 @@ _TABLE = (
     Same(f"{ACTOR}.optim.weight_decay", "optimizer.weight_decay", 0.01, float),
     Same(f"{ACTOR}.optim.betas", "optimizer.betas", [0.9, 0.999]),
     Same("trainer.n_gpus_per_node", "train.ranks", 8),
-    Same("trainer.project_name", "output.project", "verl_examples"),
-    Same("trainer.experiment_name", "output.run_name"),
+    Same("trainer.project_name", "output.project", "verl_examples", str),
+    Same("trainer.experiment_name", "output.run_name", None, str),
     Same("trainer.default_local_dir", "output.folder"),
     Same("trainer.max_actor_ckpt_to_keep", "output.keep"),
 )
@@ -194,15 +193,19 @@ def _sharding(draft: Draft, foreign: Foreign) -> None:
         f"{ACTOR}.ulysses_sequence_parallel_size", f"{_FSDP}.ulysses_sequence_parallel_size"
     )
     clip = foreign.either(f"{ACTOR}.optim.clip_grad", f"{ACTOR}.grad_clip")
+    compute = foreign.either(f"{_FSDP}.mixed_precision.param_dtype", f"{_FSDP}.dtype")
     table = (
         Same(parallel, "model.sequence_parallel", 1),
         Same(clip, "optimizer.max_grad_norm", 1.0, float),
         Same(f"{_FSDP}.model_dtype", "model.param_dtype", "fp32", lambda name: _DTYPES[name]),
-        Same(f"{_FSDP}.dtype", "model.compute_dtype", "bfloat16", lambda name: _DTYPES[name]),
+        Same(compute, "model.compute_dtype", "bfloat16", lambda name: _DTYPES[name]),
         Same(f"{_FSDP}.reshard_after_forward", "model.reshard_after_forward"),
     )
     copy(draft, foreign, table)
     draft.skip(foreign, f"{ACTOR}.grad_clip", "optim.clip_grad says it")
+    draft.skip(foreign, f"{_FSDP}.dtype", "mixed_precision.param_dtype says it")
+    why = "gradients are summed in float32"
+    draft.lack(foreign, f"{_FSDP}.mixed_precision.reduce_dtype", why, unless=("fp32", "float32"))
     size = int(foreign.take(f"{_FSDP}.fsdp_size", -1))
     ranks = int(draft.values["train.ranks"]) * int(foreign.take("trainer.nnodes", 1))
     if 0 < size < ranks and ranks % size == 0:
@@ -244,7 +247,19 @@ def _engine(draft: Draft, foreign: Foreign) -> None:
             Same(f"{ROLLOUT}.free_cache_engine", "rollout.sleep", True),
         )
         copy(draft, foreign, table)
-    sampled = foreign.take(f"{ROLLOUT}.val_kwargs.do_sample", False)
+    named_arguments(draft, foreign, ROLLOUT)
+    _evaluation(draft, foreign, engine)
+    if foreign.take(f"{ROLLOUT}.multi_turn.enable", False):
+        draft.gaps[f"{ROLLOUT}.multi_turn.enable=True"] = "write an [environment]: see docs/environments.md"
+    draft.skip(foreign, f"{ROLLOUT}.multi_turn.*", "see docs/environments.md")
+    copy(draft, foreign, [Same(f"{ROLLOUT}.enable_rollout_routing_replay", "rollout.replay_experts", None)])
+    for key, own in (("do_sample", True), ("ignore_eos", False), ("over_sample_rate", 0)):
+        draft.lack(foreign, f"{ROLLOUT}.{key}", "completions are drawn, to their end", unless=(own,))
+
+
+def _evaluation(draft: Draft, foreign: Foreign, engine: str) -> None:
+    """verl's servers draw at the temperature whatever do_sample says, which its engine 'hf' alone reads."""
+    sampled = foreign.take(f"{ROLLOUT}.val_kwargs.do_sample", False) or engine != "hf"
     temperature = float(foreign.take(f"{ROLLOUT}.val_kwargs.temperature", 0))
     draft.put("evaluation.temperature", temperature if sampled else 0.0, f"{ROLLOUT}.val_kwargs.temperature")
     draft.put(
@@ -256,12 +271,6 @@ def _engine(draft: Draft, foreign: Foreign) -> None:
     is_greedy = draft.values["evaluation.temperature"] == 0.0  # all completions of a row would be the same
     draft.put("output.eval_samples", 1 if is_greedy else number, f"{ROLLOUT}.val_kwargs.n")
     draw_evaluations(draft, foreign, f"{ROLLOUT}.val_kwargs", ["top_k"])
-    if foreign.take(f"{ROLLOUT}.multi_turn.enable", False):
-        draft.gaps[f"{ROLLOUT}.multi_turn.enable=True"] = "write an [environment]: see docs/environments.md"
-    draft.skip(foreign, f"{ROLLOUT}.multi_turn.*", "see docs/environments.md")
-    copy(draft, foreign, [Same(f"{ROLLOUT}.enable_rollout_routing_replay", "rollout.replay_experts", None)])
-    for key, own in (("do_sample", True), ("ignore_eos", False), ("over_sample_rate", 0)):
-        draft.lack(foreign, f"{ROLLOUT}.{key}", "completions are drawn, to their end", unless=(own,))
 
 
 def _is_megatron(foreign: Foreign) -> bool:
@@ -336,30 +345,7 @@ def _critic(draft: Draft, foreign: Foreign) -> None:
         draft.skip(foreign, "critic.*", "the algorithm has no critic")
     for key in ("algorithm.lam", "trainer.critic_warmup"):
         foreign.take(key)
-    _rewards(draft, foreign)
-
-
-def _rewards(draft: Draft, foreign: Foreign) -> None:
-    if foreign.take(foreign.either("reward.reward_model.enable", "reward_model.enable"), False):
-        where = foreign.either("reward.reward_model.model_path", "reward_model.model.path")
-        model: dict[str, Any] = {"path": foreign.take(where, "path/to/reward-model")}
-        draft.put("reward.models", [model], where)
-    function = foreign.either("reward.custom_reward_function.path", "custom_reward_function.path")
-    if foreign.has(function):
-        path = Path(foreign.take(function))
-        of_it = function.removesuffix("path")
-        name = f"{path.stem}:{foreign.take(f'{of_it}name', 'compute_score')}"
-        where = f"custom_reward_function; put {path.name} beside the recipe"
-        draft.put("reward.functions", [{"name": name, "signature": "verl"}], where)
-        draft.put("data.answer_column", None, "compute_score reads verl's own columns")
-    else:
-        what = "verl has the answer in reward_model.ground_truth: copy it into a column"
-        draft.ask("data.answer_column", "answer", what)
-    manager = foreign.either(
-        "reward.reward_manager.name", "reward_manager.name", "reward_model.reward_manager"
-    )
-    draft.lack(foreign, "reward_manager.source", "write it as a reward function", unless=("register",))
-    draft.lack(foreign, manager, "write it as a reward function", unless=("naive", "dapo", "batch", "prime"))
+    rewards(draft, foreign)
 
 
 def _trainer(draft: Draft, foreign: Foreign) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from shardproof.config.imported.draft import Draft, Foreign, Same, copy
 from shardproof.config.imported.shared_settings import measure_from_engine, whole
+from shardproof.config.imported.verl_rewards import overlong
 
 ACTOR = "actor_rollout_ref.actor"
 _NAMES = {
@@ -144,14 +145,7 @@ def _filters(draft: Draft, foreign: Foreign) -> None:
             unless=("acc", "score", "seq_reward"),
         )
     draft.skip(foreign, "algorithm.filter_groups.*", "see algorithm.dynamic_sampling_rounds")
-    of_manager = "reward_kwargs.overlong_buffer_cfg"
-    for root in ("reward_model.overlong_buffer", f"reward_model.{of_manager}", f"reward.{of_manager}"):
-        if foreign.take(f"{root}.enable", False):
-            start = draft.values["rollout.max_new_tokens"] - int(foreign.take(f"{root}.len", 0))
-            draft.put("algorithm.overlong_from", start, f"{root}.len")
-            draft.lack(foreign, f"{root}.penalty_factor", "the penalty grows to 1", unless=(1, 1.0))
-        for key in ("len", "penalty_factor"):
-            foreign.take(f"{root}.{key}")
+    overlong(draft, foreign)
 
 
 def _divergence(draft: Draft, foreign: Foreign) -> None:

@@ -1,13 +1,11 @@
-"""TRL's `generation_kwargs`: what goes to transformers or vLLM beside the trainer's own settings, and in place of them."""
+"""What the libraries hand to the engine as it is: TRL's `generation_kwargs`, SkyRL's `additional_kwargs`, keys of verl's rollout."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from shardproof.config.imported.draft import Draft, Foreign
-
-_ROOT = "generation_kwargs"
+from shardproof.config.imported.draft import Draft, Foreign, Same, copy
 
 
 def _listed(value: Any) -> list[Any]:
@@ -56,14 +54,15 @@ _UNNEEDED = {
 }
 
 
-def generation(draft: Draft, foreign: Foreign) -> None:
+def engine_arguments(draft: Draft, foreign: Foreign, root: str) -> None:
     """Take over what engines are told further; it is stronger than the settings of the same name."""
-    if isinstance(foreign.values.get(_ROOT), str):  # which is no JSON
-        draft.lack(foreign, _ROOT, "see the keys of [rollout]")
+    if isinstance(foreign.values.get(root), str):  # which is no table
+        draft.lack(foreign, root, "see the keys of [rollout]")
         return
-    foreign.is_null(_ROOT)
-    for name, value in foreign.section(_ROOT).items():
-        key = f"{_ROOT}.{name}"
+    foreign.is_null(root)
+    length = draft.values["rollout.max_new_tokens"]
+    for name, value in foreign.section(root).items():
+        key = f"{root}.{name}"
         foreign.last = key
         if value is None or (name in _WITHOUT_EFFECT and value == _WITHOUT_EFFECT[name]):
             continue
@@ -76,9 +75,19 @@ def generation(draft: Draft, foreign: Foreign) -> None:
             draft.unneeded[key] = _UNNEEDED[name]
         else:
             draft.gaps[f"{key}={value!r}"] = _LACKING.get(name, "see the keys of [rollout]")
-    length = foreign.take("max_completion_length", 512)
-    if draft.values["rollout.max_new_tokens"] != length and foreign.values.get("loss_type") == "dr_grpo":
-        draft.gaps[f"max_completion_length={length!r}"] = "sums are divided by rollout.max_new_tokens"
+    if draft.values["rollout.max_new_tokens"] != length:
+        draft.gaps[f"{root}: a longest completion other than {length}"] = (
+            "means over a constant length divide by rollout.max_new_tokens"
+        )
+
+
+def named_arguments(draft: Draft, foreign: Foreign, root: str) -> None:
+    """Take over settings of the engine that a config may have among those of a section."""
+    for name in ("min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
+        copy(draft, foreign, [Same(f"{root}.{name}", f"rollout.{name}", None, float)])
+    for name in ("min_tokens", "stop", "stop_token_ids"):
+        ours, convert = _SAME[name]
+        copy(draft, foreign, [Same(f"{root}.{name}", f"rollout.{ours}", None, convert)])
 
 
 def _temperature(draft: Draft, key: str, value: float) -> None:
