@@ -19,83 +19,10 @@ from shardproof.config.imported.verl_adapters import adapters
 from shardproof.config.imported.verl_async import running_ahead
 from shardproof.config.imported.verl_objective import ACTOR, objective
 from shardproof.config.imported.verl_rewards import rewards
+from shardproof.config.imported.verl_unneeded import UNNEEDED
 
 _FSDP = f"{ACTOR}.fsdp_config"
 ROLLOUT, MODEL = "actor_rollout_ref.rollout", "actor_rollout_ref.model"
-_BY_TIME = "micro-batches are counted in tokens: see train.micro_batch_tokens"
-_UNNEEDED = {
-    "*profiler*": "see docs/performance.md",
-    "*._target_": "names a class of verl",
-    "*.use_remove_padding": "batches are never padded",
-    "*micro_batch_size*": _BY_TIME,
-    "*use_dynamic_bsz": _BY_TIME,
-    "*max_token_len_per_gpu": _BY_TIME,
-    "*.use_torch_compile": "see model.compile",
-    "*.use_fused_kernels": "kernels are chosen for the device",
-    "*.fused_kernel_options*": "kernels are chosen for the device",
-    "*.use_liger": "kernels are chosen for the device",
-    "*.use_shm": "weights are read shard by shard",
-    "*.checkpoint.*": "checkpoints hold all that a run needs",
-    "*.fsdp_config.*": "see model.strategy and model.cpu_offload",
-    "*.megatron.*": "models are sharded by FSDP",
-    "*.veomni.*": "models are sharded by FSDP",
-    "*.torchtitan.*": "models are sharded by FSDP",
-    "*.rollout_n": "see rollout.group_size",
-    f"{ACTOR}.shuffle": "later epochs take the parts of a batch in another order",
-    "*.data_loader_seed": "see train.seed",
-    "*.freeze_vision_tower": "images are not read",
-    "*.calculate_*": "measured where it is needed",
-    "*.pad_to_length*": "batches are never padded",
-    "*.use_prefix_grouper": "see docs/performance.md",
-    "*.enable_activation_offload": "see model.checkpoint_activations",
-    "*.optim.optimizer_impl": "see optimizer.name",
-    "*.optim.override_optimizer_config*": "see model.cpu_offload and optimizer.moments",
-    "*.optim.*_incr_style": "the weight decay stays what it is, in verl as well",
-    "*.optim.use_checkpoint_opt_param_scheduler": "a run that is started again goes on",
-    "*.optim.lr_wsd_*": "the schedule has no such setting",
-    "*.optim.total_training_steps": "see train.steps",
-    "reward*.num_workers": "see reward.num_workers",
-    "reward.reward_manager.*": "see docs/rewards.md",
-    "reward_manager.module.*": "see docs/rewards.md",
-    "*.load_weight": "weights are read shard by shard",
-    "*_checkpointing": "see model.checkpoint_activations",
-    "algorithm.pf_ppo*": "algorithm.use_pf_ppo says whether it is used",
-    "reward*sandbox_fusion.*": "see the reward 'code'",
-    "reward*.max_resp_len": "see rollout.max_new_tokens",
-    "reward*.overlong_buffer*.log": "see docs/metrics.md",
-    "reward.reward_model.*": "see reward.models",
-    "transfer_queue.*": "see docs/architecture.md",
-    "data.trust_remote_code": "see model.trust_remote_code",
-    "data.audio_key": "sounds are not read",
-    "data.image_patch_size": "images are not read",
-    "*.entropy_*": "entropy is computed in chunks",
-    "*.ref.*": "see [reference]",
-    "*.rollout.agent.*": "see [environment]",
-    "*.rollout.trace.*": "see output.samples_per_step",
-    "*.rollout.engine_kwargs*": "see rollout.vllm.args",
-    "*.rollout.*": "the engine chooses it: see docs/vllm.md",
-    "*.tokenizer_path": "the model's own tokenizer is used",
-    "data.dataloader_*": "data is read once per host",
-    "data.*_workers": "data is read once per host",
-    "data.return_*": "rewards see every column",
-    "data.use_shm": "data is read once per host",
-    "data.val_batch_size": "see rollout.batch_size",
-    "data.validation_shuffle": "rows are evaluated one by one",
-    "data.image_key": "images are not read",
-    "data.video_key": "videos are not read",
-    "data.reward_fn_key": "rewards see every column",
-    "critic.*": "see [critic]",
-    "reward_model.*": "see reward.models",
-    "trainer.*": "see docs/runs.md",
-    "global_profiler*": "see docs/performance.md",
-    "ray_*": "see docs/ray.md",
-    "*.hybrid_engine": "see rollout.engine",
-    "*.nccl_timeout": "see train.deadline_s",
-    "*custom_reward_function.*": "name your function in reward.functions",
-    "algorithm.kl_ctrl.*": "see algorithm.kl_target",
-    "hydra*": "names a config of verl",
-    "defaults": "names configs of verl",
-}
 _DTYPES = {"fp32": "float32", "float32": "float32", "bf16": "bfloat16", "bfloat16": "bfloat16"}
 _DTYPES |= {"fp16": "float16", "float16": "float16"}
 # Of the critic's optimizer and updates, with verl's own values.
@@ -156,7 +83,7 @@ def translate(foreign: Foreign) -> Draft:
     _critic(draft, foreign)
     _trainer(draft, foreign)
     fill_in_missing(draft, rewarded=True)
-    draft.sort_left(foreign, _UNNEEDED)
+    draft.sort_left(foreign, UNNEEDED)
     return draft
 
 
@@ -253,6 +180,8 @@ def _engine(draft: Draft, foreign: Foreign) -> None:
         draft.gaps[f"{ROLLOUT}.multi_turn.enable=True"] = "write an [environment]: see docs/environments.md"
     draft.skip(foreign, f"{ROLLOUT}.multi_turn.*", "see docs/environments.md")
     copy(draft, foreign, [Same(f"{ROLLOUT}.enable_rollout_routing_replay", "rollout.replay_experts", None)])
+    why = "name it in rollout.vllm.args; see docs/fp8.md"
+    draft.lack(foreign, f"{ROLLOUT}.quantization", why)
     for key, own in (("do_sample", True), ("ignore_eos", False), ("over_sample_rate", 0)):
         draft.lack(foreign, f"{ROLLOUT}.{key}", "completions are drawn, to their end", unless=(own,))
 
