@@ -10,6 +10,7 @@ import pytest
 
 from shardproof.cli.import_config import told
 from shardproof.config.imported.convert import import_config
+from shardproof.errors import ConfigError
 from tests.config.test_import_config import imported
 
 SAMPLED = {"num_generations": 8, "max_steps": 40, "dataset_name": "org/data"}
@@ -165,6 +166,38 @@ def test_no_setting_of_trl_is_dropped_without_a_word(tmp_path, trainer):
 )
 def test_a_trainer_is_told_by_its_settings_and_losses(tmp_path, settings, trainer):
     assert imported(tmp_path, json.dumps(settings), name="config.json").trainer == trainer
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        ({"loss_type": "simpo", "cpo_alpha": 0.5}, "CPO"),
+        ({"lmbda": 0.5, "temperature": 0.9, "teacher_model_name_or_path": "org/x"}, "GKD"),
+        ({"teacher_model_name_or_path": "org/x", "temperature": 0.9}, "distillation"),
+        ({"num_ppo_epochs": 4, "temperature": 0.7}, "PPO"),
+        ({"missing_eos_penalty": 1.0, "beta": 0.1, "loss_type": "sigmoid"}, "online DPO"),
+        ({"step_separator": "x", "max_steps": 4}, "PRM"),
+    ],
+)
+def test_a_trainer_that_is_not_read_is_refused_by_name(tmp_path, settings, name):
+    with pytest.raises(ConfigError, match=f"is for TRL's {name} trainer, which is not read"):
+        imported(tmp_path, json.dumps(settings), name="config.json")
+    assert imported(tmp_path, json.dumps(settings), name="config.json", trainer="sft").trainer == "sft"
+
+
+@pytest.mark.parametrize("trainer", ["grpo", "rloo", "dpo", "kto", "reward", "sft"])
+def test_a_config_with_every_setting_at_its_default_lacks_nothing(tmp_path, trainer):
+    """As `TrainingArguments.to_json_string` writes it."""
+    import trl
+
+    kind = getattr(trl, f"{ {'reward': 'Reward'}.get(trainer, trainer.upper()) }Config")
+    written = json.loads(kind(output_dir="x", bf16=False, use_cpu=True).to_json_string())
+    given = {
+        key: value for key, value in written.items() if key not in ("use_cpu", "train_sampling_strategy")
+    }
+    made = made_of(tmp_path, trainer, given)
+    assert made.draft.gaps == {}
+    assert made.problem is None
 
 
 def test_settings_that_change_nothing_are_listed(tmp_path):

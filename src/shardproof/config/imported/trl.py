@@ -9,6 +9,7 @@ from shardproof.config.imported.draft import Draft, Foreign, Same, copy
 from shardproof.config.imported.files import flatten
 from shardproof.config.imported.shared_settings import fill_in_missing, hub_source, steps
 from shardproof.config.imported.trl_given import GIVEN
+from shardproof.config.imported.trl_others import OWN_VALUES, refuse_others
 from shardproof.config.imported.trl_sampled import LOSSES, rewards, sampled
 from shardproof.config.imported.trl_training import optimizer, output, schedule
 from shardproof.errors import fail
@@ -123,6 +124,8 @@ def opened(foreign: Foreign) -> Foreign:
     """The settings with those in parts that are JSON, as a command line has them: '{"min_lr_rate": 0.1}'."""
     values: dict[str, Any] = {}
     for key, value in foreign.values.items():
+        if value == f"<{key.upper()}>":  # how transformers writes that it does not tell a token
+            continue
         found = None
         if isinstance(value, str) and value.lstrip().startswith("{"):
             try:
@@ -135,6 +138,7 @@ def opened(foreign: Foreign) -> Foreign:
 
 def find_trainer(foreign: Foreign) -> str:
     """The trainer that a config is for, by the settings, and the losses, that it alone has."""
+    refuse_others(foreign)
     losses = foreign.values.get("loss_type")
     first = losses[0] if isinstance(losses, list) and losses else losses
     found = [
@@ -196,6 +200,9 @@ def translate(foreign: Foreign, trainer: str, ranks: int) -> Draft:
     optimizer(draft, foreign)
     output(draft, foreign, updates, samples)
     fill_in_missing(draft, rewarded=trainer in ("grpo", "rloo"))
+    for key, values in OWN_VALUES.items():
+        if key in foreign.left and foreign.left[key] in values:
+            draft.skip(foreign, key, "says what happens anyway")
     draft.sort_left(foreign, _UNNEEDED)
     return draft
 

@@ -1,0 +1,70 @@
+"""TRL's trainers that are not read, by the settings that they alone have, and settings that say what happens anyway."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shardproof.config.imported.draft import Foreign
+from shardproof.errors import fail
+
+_OTHERS: dict[str, tuple[str, ...]] = {
+    "PPO": (
+        "num_ppo_epochs",
+        "cliprange",
+        "cliprange_value",
+        "vf_coef",
+        "whiten_rewards",
+        "num_mini_batches",
+    ),
+    "CPO": ("cpo_alpha", "simpo_gamma"),
+    "BCO": ("min_density_ratio", "max_density_ratio", "prompt_sample_size"),
+    "Nash-MD": ("mixture_coef",),
+    "TPO": ("tpo_alpha", "tpo_l_gamma"),
+    "PRM": ("step_separator", "train_on_last_step_only"),
+    "GOLD": ("use_uld_loss", "uld_crossentropy_weight", "uld_distillation_weight"),
+    "SDPO": ("success_reward_threshold", "use_successful_as_teacher", "distillation_weight"),
+    "SDFT": ("generate_from_teacher", "num_loss_tokens_to_skip"),
+    "MiniLLM": ("rkl_advantage", "single_step_decomposition", "kd_temperature"),
+    "GKD": ("lmbda", "seq_kd"),
+    "distillation": ("teacher_model_name_or_path", "teacher_model_server_url"),
+    "online DPO": ("missing_eos_penalty",),
+}
+# Of transformers' `TrainingArguments`, with the values that they have where a config is silent.
+OWN_VALUES: dict[str, tuple[Any, ...]] = {
+    "auto_find_batch_size": (False,),
+    "average_tokens_across_devices": (True,),
+    "batch_eval_metrics": (False,),
+    "debug": ("", []),
+    "do_predict": (False,),
+    "enable_jit_checkpoint": (False,),
+    "eval_delay": (0,),
+    "eval_do_concat_batches": (True,),
+    "eval_use_gather_object": (False,),
+    "full_determinism": (False,),
+    "group_by_length": (False,),
+    "ignore_data_skip": (False,),
+    "include_for_metrics": ([],),
+    "include_num_input_tokens_seen": ("no", False),
+    "include_tokens_per_second": (False,),
+    "label_smoothing_factor": (0,),
+    "length_column_name": ("length",),
+    "past_index": (-1,),
+    "prediction_loss_only": (False,),
+    "restore_callback_states_from_checkpoint": (False,),
+    "save_on_each_node": (False,),
+    "save_only_model": (False,),
+    "save_safetensors": (True,),
+    "skip_memory_metrics": (True,),
+    "train_sampling_strategy": ("random",),
+    "use_cache": (False,),
+    "use_cpu": (False,),
+}
+
+
+def refuse_others(foreign: Foreign) -> None:
+    """Raise a ConfigError where a config is of a trainer that is not read: as another's it would mean something else."""
+    for name, keys in _OTHERS.items():
+        if (key := next(filter(foreign.has, keys), None)) is not None:
+            message = f"the config is for TRL's {name} trainer, which is not read: it has {key}."
+            fix = "docs/algorithms.md has what there is; --trainer reads the config as another trainer's"
+            raise fail("C001", "config", message, fix=fix)
