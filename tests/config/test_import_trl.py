@@ -50,6 +50,12 @@ VALUES = [
     ("grpo", {**SAMPLED, "reward_model_name_or_path": "judge", "reward_funcs": ["lib.style"], "reward_weights": [0.3, 0.7]},
      {"reward.models": [{"path": "judge", "weight": 0.3}],
       "reward.functions": [{"name": "lib:style", "signature": "trl", "weight": 0.7}]}),
+    # Numbers and switches as text, which TRL's parser reads; `no`, which YAML takes for a switch.
+    ("grpo", {**SAMPLED, "max_steps": "80", "use_vllm": "false", "bf16": "False", "warmup_steps": "5", "save_steps": "1e2",
+              "run_name": "007"},
+     {"train.steps": 80, "rollout.engine": None, "model.compute_dtype": "float32", "optimizer.warmup_steps": 5,
+      "output.save_every": 100, "output.run_name": "007"}),
+    ("grpo", {**SAMPLED, "eval_strategy": False, "save_strategy": False}, {"output.save_every": 0, "data.evaluation": None}),
     # What the engine is told further is stronger than the settings of its name; a command line has it as JSON.
     ("grpo", {**SAMPLED, "top_p": 0.5, "generation_kwargs": {"top_p": 0.9, "min_tokens": 4, "stop": "END", "top_k": -1,
                                                              "frequency_penalty": 0.1, "stop_token_ids": 7}},
@@ -86,6 +92,8 @@ GAPS = [
     ("grpo", {**SAMPLED, "generation_kwargs": {"num_beams": 4}}, "generation_kwargs.num_beams=4"),
     ("grpo", {**SAMPLED, "generation_kwargs": {"logit_bias": {"5": -1}}}, "generation_kwargs.logit_bias.5=-1"),
     ("grpo", {**SAMPLED, "generation_kwargs": {"max_tokens": 99}}, "longest completion other than 512"),
+    ("grpo", {**SAMPLED, "generation_kwargs": [1]}, "generation_kwargs=[1]"),
+    ("grpo", {**SAMPLED, "reward_weights": [0.5, 1]}, "reward_weights=[0.5, 1]"),
     ("grpo", {**SAMPLED, "generation_kwargs": "{no json"}, "generation_kwargs='{no json'"),
 ]  # fmt: skip
 
@@ -137,7 +145,7 @@ def test_no_setting_of_trl_is_dropped_without_a_word(tmp_path, trainer):
         "max_grad_norm": 0.5, "top_p": 0.9, "dtype": "bfloat16", "report_to": "wandb", "reward_clip_range": [-1, 1],
         "delta": 4.0, "vllm_gpu_memory_utilization": 0.5, "loss_type": "dapo" if trainer == "grpo" else None,
         "num_train_epochs": 2.0, "multi_objective_aggregation": None, "vllm_importance_sampling_cap": None,
-        "learning_rate": 1e-4, "optim": "muon", "hub_model_id": "me/x",
+        "learning_rate": 1e-4, "optim": "muon", "hub_model_id": "me/x", "scale_rewards": "batch",
     }  # fmt: skip
     written = {}
     for each in (kind, ModelConfig, ScriptArguments):
@@ -198,6 +206,19 @@ def test_a_config_with_every_setting_at_its_default_lacks_nothing(tmp_path, trai
     made = made_of(tmp_path, trainer, given)
     assert made.draft.gaps == {}
     assert made.problem is None
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"reward_funcs": ["a.b"], "reward_weights": [1, 2]},
+        {"scale_rewards": "maybe"},
+        {"num_generations": "many"},
+    ],
+)
+def test_a_value_that_trl_does_not_take_is_named(tmp_path, wrong):
+    with pytest.raises(ConfigError, match=f"{list(wrong)[-1]}=.* is no value that TRL takes there"):
+        made_of(tmp_path, "grpo", SAMPLED | wrong)
 
 
 def test_settings_that_change_nothing_are_listed(tmp_path):

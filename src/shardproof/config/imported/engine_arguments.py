@@ -56,7 +56,7 @@ _UNNEEDED = {
 
 def engine_arguments(draft: Draft, foreign: Foreign, root: str) -> None:
     """Take over what engines are told further; it is stronger than the settings of the same name."""
-    if isinstance(foreign.values.get(root), str):  # which is no table
+    if foreign.values.get(root) not in (None, {}):  # which is no table
         draft.lack(foreign, root, "see the keys of [rollout]")
         return
     foreign.is_null(root)

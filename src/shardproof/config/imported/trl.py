@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fnmatch
 import json
+import re
 from typing import Any
 
 from shardproof.config.imported.draft import Draft, Foreign, Same, copy
@@ -12,6 +14,7 @@ from shardproof.config.imported.trl_given import GIVEN
 from shardproof.config.imported.trl_others import OWN_VALUES, refuse_others
 from shardproof.config.imported.trl_sampled import LOSSES, rewards, sampled
 from shardproof.config.imported.trl_training import optimizer, output, schedule
+from shardproof.config.imported.yaml_text import load_argument
 from shardproof.errors import fail
 
 # How each trainer is told from the others where the config does not name it: settings that it alone has.
@@ -52,6 +55,8 @@ _SHARED = (
     *("model_name_or_path", "dataset_name", "output_dir", "learning_rate", "per_device_train_batch_size"),
     *("gradient_accumulation_steps", "max_steps", "num_train_epochs", "loss_type", "beta", "max_length"),
 )
+_TEXTS = ("*name*", "*path*", "*_dir", "*_id", "*dataset*", "*revision*", "*token*", "project", "*column*")
+_NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 _NAMES = {"reward": "reward_model"}
 _LEARNING_RATES = {"sft": 2e-5, "reward": 1e-4}
 _DTYPES = {"auto": "bfloat16", "bfloat16": "bfloat16", "float16": "float16", "float32": "float32"}
@@ -121,7 +126,8 @@ def has_own(foreign: Foreign) -> bool:
 
 
 def opened(foreign: Foreign) -> Foreign:
-    """The settings with those in parts that are JSON, as a command line has them: '{"min_lr_rate": 0.1}'."""
+    """The settings as TRL's parser has them: numbers and switches that are written as text, and JSON in its parts, as a
+    command line has it: '{"min_lr_rate": 0.1}'."""
     values: dict[str, Any] = {}
     for key, value in foreign.values.items():
         if value == f"<{key.upper()}>":  # how transformers writes that it does not tell a token
@@ -132,8 +138,19 @@ def opened(foreign: Foreign) -> Foreign:
                 found = json.loads(value)
             except (ValueError, RecursionError):
                 found = None
-        values |= flatten({key: found}) if isinstance(found, dict) else {key: value}
+        values |= flatten({key: found}) if isinstance(found, dict) else {key: _typed(key, value)}
     return Foreign(values)
+
+
+def _typed(key: str, value: Any) -> Any:
+    """A number or a switch that is written as text; `no`, which YAML takes for a switch, is a strategy's name."""
+    if key.endswith("_strategy") and value is False:
+        return "no"
+    if not isinstance(value, str) or any(fnmatch.fnmatch(key, pattern) for pattern in _TEXTS):
+        return value
+    if value.lower() in ("true", "false"):
+        return value.lower() == "true"
+    return load_argument(value) if _NUMBER.fullmatch(value) else value
 
 
 def find_trainer(foreign: Foreign) -> str:

@@ -12,6 +12,7 @@ _REWARDS: dict[str, dict[str, str]] = {
     "think_format_reward": {"name": "trl.rewards:think_format_reward", "signature": "trl"},
 }
 _NO_LIMIT = 1e6
+_SCALES = ("group", "batch", "none", True, False)
 # Each loss with the mean that it takes.
 LOSSES = {
     "grpo": "sequence_mean",
@@ -139,6 +140,8 @@ def _grpo_loss(draft: Draft, foreign: Foreign) -> None:
         draft.put("algorithm.name", kind, "loss_type")
     draft.put("algorithm.ratio", level, "importance_sampling_level")
     scale = foreign.take("scale_rewards", "group")
+    if scale not in _SCALES:
+        raise ValueError(f"expected one of {', '.join(map(str, _SCALES))}")
     if scale in (False, "none"):
         draft.put("algorithm.scale", "off", "scale_rewards")
     else:
@@ -254,6 +257,11 @@ def rewards(draft: Draft, foreign: Foreign) -> None:
     functions, models = [], []
     model = foreign.take("reward_model_name_or_path")  # which TRL puts before the functions
     names = [*([] if model is None else [model]), *([named] if isinstance(named, str) else named)]
+    if weights and not names:
+        draft.gaps[f"reward_weights={weights!r}"] = "the functions are not named: give each its weight"
+    elif weights and len(weights) != len(names):
+        foreign.last = "reward_weights"
+        raise ValueError(f"{len(weights)} weights for {len(names)} reward functions")
     for place, name in enumerate(names):
         weight = {"weight": float(weights[place])} if place < len(weights) else {}
         if model is not None and place == 0:
