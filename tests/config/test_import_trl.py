@@ -88,6 +88,7 @@ GAPS = [
     ("grpo", {**SAMPLED, "use_peft": True}, "lora_dropout=0.05"),
     ("grpo", {**SAMPLED, "use_peft": True, "load_in_4bit": True, "bnb_4bit_quant_type": "fp4"}, "quant_type='fp4'"),
     ("sft", {**GIVEN, "packing": True}, "packing=True"),
+    ("sft", {**GIVEN, "assistant_only_loss": True}, "assistant_only_loss=True with rows of prompt and completion"),
     ("grpo", {**SAMPLED, "generation_kwargs": {"temperature": 0.7}}, "generation_kwargs.temperature=0.7"),
     ("grpo", {**SAMPLED, "generation_kwargs": {"num_beams": 4}}, "generation_kwargs.num_beams=4"),
     ("grpo", {**SAMPLED, "generation_kwargs": {"logit_bias": {"5": -1}}}, "generation_kwargs.logit_bias.5=-1"),

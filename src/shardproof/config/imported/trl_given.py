@@ -67,6 +67,10 @@ def _sft(draft: Draft, foreign: Foreign) -> None:
     _lengths(draft, foreign)
     if foreign.take("assistant_only_loss", False):
         draft.put("data.train_on", "assistant", "assistant_only_loss")
+        if foreign.take("completion_only_loss") is not False:
+            draft.gaps["assistant_only_loss=True with rows of prompt and completion"] = (
+                "what the assistant says in the prompt counts, too"
+            )
     elif foreign.take("completion_only_loss") is False:
         draft.put("data.train_on", "all", "completion_only_loss")
     if foreign.take("packing", False):
