@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 
 import pytest
 from transformers import AutoModelForCausalLM
@@ -111,6 +112,7 @@ def test_what_was_best_before_a_run_began_anew_counts_no_more(tmp_path):
     (tmp_path / "best" / "best.json").write_text(json.dumps(note))
     first, *_ = (tmp_path / "metrics.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "metrics.jsonl").write_text(first)  # as if the run had been killed in its first step
+    shutil.rmtree(tmp_path / "checkpoints")
     run_ranks(1, run_recipe, recipe)
     assert json.loads((tmp_path / "best" / "best.json").read_text())["value"] <= 1.0
 

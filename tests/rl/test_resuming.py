@@ -148,6 +148,19 @@ def test_replaced_sources_are_refused_by_name_unless_allowed(folder, tmp_path, w
     run_ranks(1, run_with, recipe_of(folder, "train.steps=4", override), (key,))
 
 
+def test_a_run_that_writes_no_model_saves_its_last_step_and_may_be_trained_longer(tmp_path):
+    """Its steps after the last regular checkpoint were lost, and with save_every=0 it could not go on at all."""
+    for every, saved in ((0, [3]), (2, [2, 3])):
+        folder = tmp_path / str(every)
+        settings = [f"output.save_every={every}", "output.save_model=false"]
+        for steps in (3, 4):
+            (found,) = run_ranks(1, run_recipe, recipe_of(folder, *settings, f"train.steps={steps}"))
+            if steps == 3:
+                names = sorted(path.name for path in (folder / "checkpoints").iterdir())
+                assert [name for name in names if name[0] != "."] == [f"step-{step:08d}" for step in saved]
+        assert found["version"] == 4.0 and not (folder / "model").exists()
+
+
 def test_an_older_checkpoint_may_be_taken_and_nothing_is_lost(folder):
     before = trajectory(folder)
     (found,) = run_ranks(1, run_with, recipe_of(folder, "train.steps=2"), (), 1)

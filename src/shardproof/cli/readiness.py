@@ -50,9 +50,10 @@ def says_complete(recipe: Recipe, options: Options) -> str:
     has_model = (folder / MODEL).is_dir() or not recipe.output.save_model
     if newest < recipe.train.steps or not has_model or not _has_finished(folder, newest):
         return ""
+    model = f"Model:   {folder / MODEL}\n" if recipe.output.save_model else ""
     return printable(
         f"This run is complete: {folder} has the checkpoint of step {newest}, and train.steps is "
-        f"{recipe.train.steps}.\nReport:  {folder / 'report.html'}\nModel:   {folder / MODEL}\n"
+        f"{recipe.train.steps}.\nReport:  {folder / 'report.html'}\n{model}"
         "Next:    to train longer, raise train.steps; to begin a new run, choose another output.folder"
     )
 

@@ -111,9 +111,9 @@ def _train(run: Run, folder: RunFolder, stop: StopFlag, loggers: Sequence[Logger
     if stopping:
         evaluations.give_up(step)
         raise Stopped(stopping, step)
+    if saved < step:
+        save(folder, run.kept, step)
     if output.save_model:
-        if saved < step:
-            save(folder, run.kept, step)
         save_model(folder, run.policy.model, step)
     return metrics
 
