@@ -49,6 +49,23 @@ def test_a_jump_is_found_within_three_steps_and_said_again_only_later():
     assert steps[1] - steps[0] == steps[2] - steps[1] == 50
 
 
+@pytest.mark.parametrize("stop", [1, 22, 40, 41, 60, 95])
+def test_a_run_that_goes_on_finds_what_one_that_was_not_stopped_finds(stop):
+    """A watch that began anew took the mismatch of the steps after the stop for what it had been before."""
+    values = noisy(0.004, 40) + noisy(0.3, 110)
+    watch, steps = MismatchWatch(), []
+    for step, value in enumerate(values, start=1):
+        if watch.see(step, {"mismatch/kl": value}):
+            steps.append(step)
+        if step == stop:
+            state = json.dumps(watch.state(), allow_nan=False)
+            watch = MismatchWatch()
+            watch.restore(json.loads(state))
+    assert steps == warned(values)
+    watch.restore({})  # of a checkpoint of an earlier version
+    assert watch.state() == MismatchWatch().state()
+
+
 def test_slow_growth_is_found_too():
     (first, *_) = warned([0.002 * 1.01**step for step in range(400)])
     assert 0.01 < 0.002 * 1.01**first < 0.05

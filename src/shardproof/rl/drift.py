@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from shardproof.errors import fail
 from shardproof.findings import Finding
@@ -42,8 +44,21 @@ class MismatchWatch:
 
     def __init__(self) -> None:
         self._recent: deque[float] = deque(maxlen=_FEW + _MANY)
-        self._lowest = float("inf")
+        self._lowest = math.inf
         self._silent_until = 0
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint has to keep, JSON-able: a run that goes on compares with what was before it was stopped."""
+        recent, (lowest,) = map(_finite, (self._recent, [self._lowest]))
+        return {"recent": recent, "lowest": lowest, "silent_until": self._silent_until}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Take what `state` gave; nothing from a checkpoint of an earlier version."""
+        self._recent.clear()
+        self._recent.extend(math.nan if each is None else float(each) for each in state.get("recent", ()))
+        lowest = state.get("lowest")
+        self._lowest = math.inf if lowest is None else float(lowest)
+        self._silent_until = int(state.get("silent_until", 0))
 
     def see(self, step: int, metrics: Mapping[str, float]) -> list[Finding]:
         """What there is to say about this step: nothing, or that the mismatch has grown."""
@@ -64,3 +79,8 @@ class MismatchWatch:
             f"({self._lowest:.2g}, the lowest median of {_MANY} steps)."
         )
         return [Finding("R510", "update", message)]
+
+
+def _finite(values: Iterable[float]) -> list[float | None]:
+    """The values, with None for those that JSON has not."""
+    return [each if math.isfinite(each) else None for each in values]

@@ -21,6 +21,7 @@ from shardproof.export.manifest import ExportReceipt
 from shardproof.export.pretrained import save_pretrained
 from shardproof.rl.buffer import Buffer
 from shardproof.rl.controllers import Controllers
+from shardproof.rl.drift import MismatchWatch
 from shardproof.rl.folder import RunFolder
 from shardproof.rl.hub import publish
 from shardproof.rl.place import ADAPTER, CHECKPOINTS, CRITIC, MODEL, REFERENCE
@@ -42,6 +43,7 @@ class Kept:
     critic: Trainer | None
     buffer: Buffer
     controllers: Controllers
+    drift: MismatchWatch
     reference: ShardedModel | None
     moves: bool = False  # the reference, in this run
 
@@ -76,6 +78,7 @@ def resume_last(folder: RunFolder, kept: Kept) -> int:
     # Not in checkpoints of earlier versions.
     if "controllers" in extra:
         kept.controllers.restore(extra["controllers"])
+    kept.drift.restore(extra.get("drift", {}))
     if "buffer" in extra:
         _resume_buffer(folder, kept.buffer, extra, found)
     return int(extra["step"])
@@ -177,6 +180,7 @@ def save(folder: RunFolder, kept: Kept, step: int) -> None:
         "stream": buffer.stream.state(),
         "buffer": describe_buffer(buffer),
         "controllers": kept.controllers.state(),
+        "drift": kept.drift.state(),
     }
     with proving(folder, step, "checkpoint", path=f"{CHECKPOINTS}/{name}") as proof:
         save_checkpoint(

@@ -80,7 +80,8 @@ class Run:
     def kept(self) -> Kept:
         """What a checkpoint has to hold of the run."""
         moves = bool(self.recipe.algorithm.reference_sync_every)
-        return Kept(self.policy, self.critic, self.buffer, self.controllers, self.scorers.reference, moves)
+        rest = self.drift, self.scorers.reference, moves
+        return Kept(self.policy, self.critic, self.buffer, self.controllers, *rest)
 
     @property
     def background(self) -> BackgroundRollouts | None:
