@@ -170,7 +170,7 @@ def test_arguments_are_read_as_hydra_reads_them(tmp_path, argument, expected):
 def test_a_config_lies_over_those_that_it_names(tmp_path):
     (tmp_path / "base.yaml").write_text("defaults: [deep, _self_]\na: {x: 1, y: 1, z: 1}\nb: {c: {d: 1}}")
     (tmp_path / "deep.yaml").write_text("defaults: [base]\na: {x: 0, w: 2e-5}")
-    (tmp_path / "run.yaml").write_text("defaults: [ppo_trainer, base, gone, _self_]\na: {y: 2}")
+    (tmp_path / "run.yaml").write_text("defaults: [ppo_trainer, a@b, base, gone, _self_]\na: {y: 2}")
     notes = []
     found = read_config(tmp_path / "run.yaml", ["a.z=3"], notes)
     assert {key: value for key, value in found.items() if key != "defaults"} == {

@@ -109,6 +109,7 @@ def test_words_after_c_and_documents_are_scripts_too(tmp_path):
         ("python main a.b='c", "a quotation is not closed"),
         ("X=(a b", "an array is not closed"),
         ("( " * 500, "nested"),
+        ("trl grpo --learning_rate 1e-6 --num_generations 8", "write options of TRL's"),
         ("a=" + "$(" * 5000, "cannot be read"),
     ],
 )  # fmt: skip

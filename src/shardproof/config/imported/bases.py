@@ -18,8 +18,8 @@ _MAX_FILES, _MAX_FOLDERS = 16, 8
 
 
 def is_own(name: str) -> bool:
-    """Whether a config is one of the libraries' own."""
-    return _OWN.fullmatch(Path(name).stem) is not None
+    """Whether a config is one of the libraries' own, or of a group of them, as in group@section."""
+    return "@" in name or _OWN.fullmatch(Path(name).stem) is not None
 
 
 def with_bases(

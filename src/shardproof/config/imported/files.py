@@ -91,7 +91,12 @@ def _read_script(path: Path, text: str, notes: list[str]) -> dict[str, Any]:
     flat = _settings(started)
     if not flat:
         missing = f"; it runs {', '.join(started.missing[:3])}, not found" if started.missing else ""
-        raise ValueError(f"it starts nothing with key=value arguments{missing}")
+        options = (
+            "; write options of TRL's, such as --learning_rate, into a YAML file"
+            if started.has_options
+            else ""
+        )
+        raise ValueError(f"it starts nothing with key=value arguments{missing}{options}")
     for ways in other_ways(started):
         other = _settings(read_shell(text, ways, find))
         changed = [key for key in flat | other if flat.get(key) != other.get(key)]

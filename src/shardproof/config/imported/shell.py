@@ -51,6 +51,7 @@ class Started:
     choices: dict[str, Choice] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     configs: list[tuple[str, str]] = field(default_factory=list)  # folder and name of each --config-name
+    has_options: bool = False  # as TRL's command line has them: --learning_rate 1e-6
     missing: list[str] = field(default_factory=list)  # other scripts that were not found
 
 
@@ -236,6 +237,8 @@ class _Run:
             if settings:
                 self.started.commands.append(settings)
                 self.name_config(words)
+            elif any(re.match(r"--[a-z]+_[a-z_]+", word) for word in words):
+                self.started.has_options = True
         return True if first in _SUCCEEDS else False if first == "false" else None
 
     def name_config(self, words: Sequence[str]) -> None:

@@ -120,7 +120,8 @@ def _sharding(draft: Draft, foreign: Foreign) -> None:
         f"{ACTOR}.ulysses_sequence_parallel_size", f"{_FSDP}.ulysses_sequence_parallel_size"
     )
     clip = foreign.either(f"{ACTOR}.optim.clip_grad", f"{ACTOR}.grad_clip")
-    compute = foreign.either(f"{_FSDP}.mixed_precision.param_dtype", f"{_FSDP}.dtype")
+    mixed = f"{_FSDP}.mixed_precision.param_dtype"
+    compute = mixed if foreign.has(mixed) else f"{_FSDP}.dtype"
     table = (
         Same(parallel, "model.sequence_parallel", 1),
         Same(clip, "optimizer.max_grad_norm", 1.0, float),
