@@ -106,6 +106,7 @@ def test_words_after_c_and_documents_are_scripts_too(tmp_path):
         ("f() { f; }\nf", "calls itself"),
         ("A=(x x)\n" + "A+=(\"${A[@]}\" \"${A[@]}\")\n" * 40, "holds more than a script has|words"),
         ("for a in 1 2 3 4 5 6 7 8 9; do\n" * 9 + "N=1\n" + "done\n" * 9, "more than 20000 commands"),
+        ("for a in " + "1 " * 900 + "; do\n: " + "x" * 90_000 + "\ndone", "says more than a script"),
         ("python main a.b='c", "a quotation is not closed"),
         ("X=(a b", "an array is not closed"),
         ("( " * 500, "nested"),

@@ -83,6 +83,8 @@ def _read_or_none(read: Callable[[Path], Any], path: Path) -> Any:
 
 def _near(script: Path, folder: str, name: str) -> Path | None:
     """The file in a folder that is named as from the script's own, or from one above it."""
+    if ".." in Path(name).parts or Path(name).is_absolute():
+        return None
     parts = [part for part in Path(folder).parts if part not in ("/", ".", "..") and "$" not in part]
     ends = [Path(*parts[start:]) for start in range(len(parts))] or [Path("config")]
     for above in [*script.resolve().parents][:_MAX_FOLDERS]:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 _OPERATORS = re.compile(r";;&?|;&|&&|\|\||\|&|<<-|<<<|<<|>>|&>>|&>|<&|>&|>\||[;&|()<>\n]")
+_PLAIN = re.compile(r"""[^ \t\n;&|()<>'"\\`$]+""")
+_INSIDE = re.compile(r"""[^'"\\`$(){}]+""")
 _REDIRECTIONS = frozenset(("<", ">", ">>", "<&", ">&", "&>", "&>>", ">|", "<<<"))
 _ARRAY = re.compile(r"[A-Za-z_]\w*\+?=$")
 _FUNCTION = re.compile(r"[A-Za-z_][\w-]*")
@@ -74,6 +77,7 @@ class Commands:
     is_own_shell: bool = False
 
 
+@lru_cache(maxsize=8)  # a script is followed once for each way that it may take
 def parse(text: str) -> Commands:
     """The commands of a script; raises a ValueError where it cannot be read."""
     return _Parser(_tokens(text.replace("\r\n", "\n"))).script()
@@ -83,6 +87,9 @@ def closing(text: str, start: int, end: str) -> int:
     """The place after the `end` that closes what begins before `start`, past quotations and what is nested."""
     place = start
     while place < len(text):
+        if (plain := _INSIDE.match(text, place)) is not None:
+            place = plain.end()
+            continue
         letter = text[place]
         if letter == end:
             return place + 1
@@ -121,7 +128,8 @@ def _line_end(text: str, place: int) -> int:
 
 def _word_end(text: str, place: int) -> int:
     while place < len(text) and text[place] not in " \t\n;&|()<>":
-        place = after_quotation(text, place)
+        plain = _PLAIN.match(text, place)
+        place = after_quotation(text, place) if plain is None else plain.end()
     return min(place, len(text))
 
 

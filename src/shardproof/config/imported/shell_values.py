@@ -18,8 +18,10 @@ _NAME = re.compile(r"\w+|[@*#?$!-]")
 _BRACED = re.compile(r"(#?)(\w+|[@*])(?:\[([^\]]*)\])?(.*)", re.DOTALL)
 _OPERATOR = re.compile(r":[-=+?]|[-=+?]|##?|%%?|//?|\^\^?|,,?", re.DOTALL)
 _SAYS_ONE_OF_TWO = re.compile(r"(.*)&&\s*echo\s+([\w./-]+)\s*\|\|\s*echo\s+([\w./-]+)\s*", re.DOTALL)
+_PLAIN, _QUOTED = re.compile(r"""[^'"\\`$~]+"""), re.compile(r"""[^"\\`$]+""")
 _MAX_LENGTH = 100_000  # of a word with its variables put in
 _MAX_WORDS = 20_000
+_MAX_READ = 20_000_000  # letters of all words, those of loops each time
 _MAX_CHANGED = 2_000  # letters of a value of which a part is cut off or replaced
 _OPERATIONS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,
@@ -50,6 +52,7 @@ class Values:
     variables: dict[str, str | list[str]]
     arguments: list[str] = field(default_factory=list)
     choose: Callable[[str, Sequence[str]], int] = lambda what, ways: 0
+    letters: int = 0  # read so far
     unset_is_empty: bool = False  # as in a condition; elsewhere what is not set stays what it is
 
     def get(self, name: str) -> str | list[str] | None:
@@ -134,8 +137,15 @@ class _Expansion:
             raise ValueError(f"more than {_MAX_WORDS} words")
 
     def read(self, raw: str, *, quoted: bool = False) -> None:
+        self.values.letters += len(raw)
+        if self.values.letters > _MAX_READ:
+            raise ValueError("it says more than a script that starts a run")
         place = 0
         while place < len(raw):
+            if (plain := (_QUOTED if quoted else _PLAIN).match(raw, place)) is not None:
+                self.add(plain[0])
+                place = plain.end()
+                continue
             letter = raw[place]
             end = place + 1 if quoted and letter == "'" else after_quotation(raw, place)
             if letter == "'" and not quoted:
