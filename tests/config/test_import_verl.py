@@ -138,7 +138,7 @@ def test_settings_become_what_verl_does_with_them(tmp_path, settings, expected):
         {"algorithm.adv_estimator": "gae", "critic.ppo_epochs": 4},
         {"algorithm.adv_estimator": "gae", "critic.optim.lr_warmup_steps_ratio": 0.05},
         {f"{ROLLOUT}.do_sample": False},
-        {f"{ROLLOUT}.temperature_": 0.5},
+        {f"{ROLLOUT}.heat_of_turns": 0.5},
         {f"{ROLLOUT}.quantization": "fp8"},
         {"trainer.spo.enable": True},
         {"reward_model.reward_kwargs.beta": 0.1},

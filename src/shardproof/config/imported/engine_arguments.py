@@ -1,4 +1,4 @@
-"""What the libraries hand to the engine as it is: TRL's `generation_kwargs`, SkyRL's `additional_kwargs`, keys of verl's rollout."""
+"""What the libraries hand to the engine as it is: `generation_kwargs` of TRL, `additional_kwargs` of SkyRL, keys of verl."""
 
 from __future__ import annotations
 
