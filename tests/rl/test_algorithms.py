@@ -276,7 +276,7 @@ COMPARED = {
     "grpo": ("mean", statistics.pstdev, 1e-4),
     "dr_grpo": ("mean", None, 0.0),
     "rloo": ("others", None, 0.0),
-    **dict.fromkeys(("luspo", "sapo"), ("mean", statistics.stdev, 1e-4)),
+    **dict.fromkeys(("luspo", "sapo", "vespo"), ("mean", statistics.stdev, 1e-4)),
     **dict.fromkeys(("gmpo", "clip_cov", "kl_cov"), ("mean", statistics.stdev, 1e-6)),
     "dppo": ("mean", None, 0.0),
 }

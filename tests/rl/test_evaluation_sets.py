@@ -119,15 +119,20 @@ def test_what_was_best_before_a_run_began_anew_counts_no_more(tmp_path):
 
 def test_a_best_model_that_a_run_goes_on_from_before_is_put_aside(tmp_path):
     """A run that was killed after its best evaluation: what it finds on its way there again may be worse."""
-    settings = ["output.eval_every=1", "output.save_every=2", "train.steps=3", "output.save_model=false"]
-    run_ranks(1, run_recipe, small_recipe(tmp_path, *settings, "evaluation.best=eval/exact_match"))
+    settings = ["output.eval_every=1", "output.save_every=1", "train.steps=3", "output.save_model=false"]
+
+    def run_that_is_killed(best: str) -> None:
+        run_ranks(1, run_recipe, small_recipe(tmp_path, *settings, f"evaluation.best={best}"))
+        shutil.rmtree(tmp_path / "checkpoints" / "step-00000003")  # as if it had not come to its last save
+
+    run_that_is_killed("eval/exact_match")
     note = {"step": 3, "metric": "eval/exact_match", "value": 2.0}  # more than any evaluation reaches
     (tmp_path / "best" / "best.json").write_text(json.dumps(note))
-    run_ranks(1, run_recipe, small_recipe(tmp_path, *settings, "evaluation.best=eval/exact_match"))
+    run_that_is_killed("eval/exact_match")
     aside, now = (json.loads((tmp_path / each / "best.json").read_text()) for each in (ASIDE, "best"))
     assert aside == note and now["value"] <= 1.0 and (tmp_path / ASIDE / "model" / "config.json").exists()
     # Another metric finds another model.
-    run_ranks(1, run_recipe, small_recipe(tmp_path, *settings, "evaluation.best=eval/pass@1"))
+    run_that_is_killed("eval/pass@1")
     assert json.loads((tmp_path / ASIDE / "best.json").read_text()) == now
     assert json.loads((tmp_path / "best" / "best.json").read_text())["metric"] == "eval/pass@1"
 
