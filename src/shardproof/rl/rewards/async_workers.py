@@ -155,15 +155,13 @@ class AsyncPool:
     def add(self, job: Job, calls: Sequence[Call]) -> None:
         """Have these calls of a job answered as well."""
         if calls:
-            job.num_open += len(calls)
-            job.waiting.extend(calls)
+            job.extend(calls)
             self.jobs.setdefault(job)
 
     def drop(self, job: Job) -> None:
         """Give up a job. The process is ended if it is in the middle of its calls, and other jobs' are asked again."""
-        job.over = True
+        job.give_up()
         self.jobs.pop(job, None)
-        job.waiting.clear()
         worker = self.worker
         if worker is not None and any(each.call.job is job for each in worker.pending.values()):
             self._end()

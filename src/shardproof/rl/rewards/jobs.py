@@ -40,6 +40,15 @@ class Job:
         self.complete = False  # no more calls come
         self.over = False  # settled, or given up
 
+    def extend(self, calls: Sequence[Call]) -> None:
+        """Await these calls as well."""
+        self.num_open += len(calls)
+        self.waiting.extend(calls)
+
+    def give_up(self) -> None:
+        self.over = True
+        self.waiting.clear()
+
 
 class Call(NamedTuple):
     """A reward that is to be asked about samples: one, or as many as a batched function takes."""

@@ -94,15 +94,13 @@ class WorkerPool:
     def add(self, job: Job, calls: Sequence[Call]) -> None:
         """Have these calls of a job answered as well."""
         if calls:
-            job.num_open += len(calls)
-            job.waiting.extend(calls)
+            job.extend(calls)
             self.jobs.setdefault(job)
 
     def drop(self, job: Job) -> None:
         """Give up a job. Workers in the middle of its calls are ended: nothing else stops them."""
-        job.over = True
+        job.give_up()
         self.jobs.pop(job, None)
-        job.waiting.clear()
         self._drop([worker for worker in self.workers if worker.pending and worker.pending[0].job is job])
 
     def dispatch(self) -> None:
