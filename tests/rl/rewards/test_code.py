@@ -204,6 +204,9 @@ def test_the_last_block_of_python_is_the_program():
         ({"fn_name": "f", "inputs": [[1]], "outputs": [date(2026, 1, 1)]}, "cannot be written as JSON"),
         # Any program would pass these.
         ("46", "asserts and calls nothing"),
+        (['{"input": "3", "output": "6"}'], "asserts and calls nothing"),
+        ({"test_cases": '[{"input": "3", "output": "6"}]'}, "asserts and calls nothing"),
+        ("result == 6", "asserts and calls nothing"),
         (["import math", "assert f(1) == 2"], "asserts and calls nothing"),
         (HUMAN_EVAL, "asserts and calls nothing"),
         ("class A:\n    pass\nif __name__ == '__main__':\n    A().run()", "asserts and calls nothing"),

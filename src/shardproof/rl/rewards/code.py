@@ -219,13 +219,11 @@ def _require_test(code: str, column: str) -> None:
 
 def _cannot_fail(statement: ast.stmt) -> bool:
     """Whether a statement of a test only prepares something."""
-    if isinstance(statement, ast.Assign | ast.AnnAssign):
+    if isinstance(statement, ast.Assign | ast.AnnAssign | ast.Expr):  # a table, say, that was meant as JSON
         return not any(isinstance(part, ast.Call) for part in ast.walk(statement))
     if isinstance(statement, ast.If):  # the module in which tests run has another name
         is_main = ast.unparse(statement.test) in ("__name__ == '__main__'", "'__main__' == __name__")
         return is_main and all(map(_cannot_fail, statement.orelse))
-    if isinstance(statement, ast.Expr):
-        return isinstance(statement.value, ast.Constant)
     return isinstance(statement, _PREPARES)
 
 
