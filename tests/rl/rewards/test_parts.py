@@ -279,3 +279,25 @@ def test_a_function_is_asked_about_its_own_rows_alone():
         (0.5, {"exact_match": 1.0}, False),
         (0.0, {}, True),
     ]
+
+
+def test_a_function_that_changes_its_rows_has_a_say_about_them_all_the_same():
+    def single(prompt, completion, row):
+        row["kind"] = "read"
+        return 1.0
+
+    def batched(prompts, completions, rows):
+        for row, kind in zip(rows, ("b", None), strict=True):
+            row["kind"] = kind
+        return [1.0, 2.0]
+
+    async def later(prompt, completion, row):
+        return float(row.pop("kind") == "a")
+
+    only = {"kind": ("a",)}
+    assert Function(single, RewardSpec("m:f", only=only)).now([("", "", {"kind": "a"})]) == [Outcome(1.0)]
+    samples = [("", "", {"kind": kind}) for kind in ("a", "b", "a")]
+    found = Function(batched, RewardSpec("m:f", signature="batch", only=only)).now(samples)
+    assert found == [Outcome(1.0), Outcome(None), Outcome(2.0)]
+    asked = Function(later, RewardSpec("m:f", only=only))
+    assert asyncio.run(asked.later([("", "", {"kind": "a"})])) == [Outcome(1.0)]

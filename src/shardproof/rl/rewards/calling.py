@@ -10,6 +10,7 @@ import numbers
 import os
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set
 from functools import partial
+from itertools import compress
 from typing import Any, NamedTuple
 
 from shardproof.bounds import MAX_REWARD, within
@@ -59,21 +60,20 @@ class Function:
 
     def now(self, samples: Sequence[Sample]) -> list[Outcome]:
         """What a plain function says; nothing about rows that are not its own."""
-        mine, facts = self._mine(samples), dict[str, Any]()
+        are_mine, facts = self._are_mine(samples), dict[str, Any]()
+        mine = list(compress(samples, are_mine))
         found = _attempted(lambda: self._asked(mine, facts)(), len(mine), self.spec, facts) if mine else []
-        return self._about_all(samples, found)
+        return _about_all(are_mine, found)
 
     async def later(self, samples: Sequence[Sample]) -> list[Outcome]:
         """What an async function says, within its time; nothing about rows that are not its own."""
-        mine = self._mine(samples)
-        return self._about_all(samples, await self._later(mine) if mine else [])
+        are_mine = self._are_mine(samples)
+        mine = list(compress(samples, are_mine))
+        return _about_all(are_mine, await self._later(mine) if mine else [])
 
-    def _mine(self, samples: Sequence[Sample]) -> Sequence[Sample]:
-        return [sample for sample in samples if self.spec.is_about(sample[2])]
-
-    def _about_all(self, samples: Sequence[Sample], mine: Iterable[Outcome]) -> list[Outcome]:
-        found = iter(mine)
-        return [next(found) if self.spec.is_about(row) else Outcome(None) for _, _, row in samples]
+    def _are_mine(self, samples: Sequence[Sample]) -> list[bool]:
+        """Looked at before the function is asked, which may change the rows."""
+        return [self.spec.is_about(row) for _, _, row in samples]
 
     async def _later(self, samples: Sequence[Sample]) -> list[Outcome]:
         facts: dict[str, Any] = {}
@@ -105,6 +105,11 @@ class Function:
         if self.spec.signature == "batch":
             return partial(self._call, prompts, completions, rows, **options)
         return partial(self._call, **trl_arguments(samples, self._around, facts), **options)
+
+
+def _about_all(are_mine: Sequence[bool], mine: Iterable[Outcome]) -> list[Outcome]:
+    found = iter(mine)
+    return [next(found) if is_mine else Outcome(None) for is_mine in are_mine]
 
 
 def is_async(call: Reward) -> bool:
