@@ -304,6 +304,11 @@ def test_a_server_is_checked_asked_again_and_not_asked_too_often() -> None:
             ["reward.functions=[{name='exact_match', weight=1.0}]", "rollout.group_size=1"],
             "compare completions of one prompt",
         ),
+        (
+            ["rollout.group_size=1", "algorithm.kl_coef=0.1", "algorithm.kl_in=reward"],
+            "kl_in='reward' with rollout.group_size=1",
+        ),
+        (["rollout.group_size=1", "algorithm.overlong_from=2"], "overlong_from=2 with rollout.group_size=1"),
     ],
 )
 def test_recipes_that_cannot_work_are_refused(tmp_path: Path, overrides: list[str], message: str) -> None:

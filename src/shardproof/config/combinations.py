@@ -70,11 +70,8 @@ def spec_problem(recipe: Sections, spec: AlgorithmSpec) -> str | None:
     if rewarded and compares_group(settings, spec) and recipe.rollout.group_size < 2:
         return f"rollout.group_size=1: {name} compares completions of one prompt and needs at least 2"
     by_group = settings.baseline in PER_COMPLETION and settings.compared_over == "group"
-    if spec.has_teacher and by_group and is_rewarded(recipe) and recipe.rollout.group_size < 2:
-        return (
-            f"rollout.group_size=1: the rewards of {name} compare completions of one prompt and need at least 2; set "
-            "algorithm.baseline='off', or weight=0 for rewards that are only to be measured"
-        )
+    if spec.has_teacher and by_group and recipe.rollout.group_size < 2:
+        return _of_one(recipe)
     if settings.credit == "turn" and not compares_group(settings, spec):
         return (
             f"algorithm.credit='turn' is for algorithms that compare a group; {name} gives each token the rewards that "
@@ -86,6 +83,28 @@ def spec_problem(recipe: Sections, spec: AlgorithmSpec) -> str | None:
             "algorithm.credit='turn' compares turns within a group: it needs algorithm.compared_over='group', and "
             "algorithm.scale_over='group' or 'tokens'"
         )
+    return None
+
+
+def _of_one(recipe: Sections) -> str | None:
+    """What a teacher's algorithm would compare within a group, where each completion is alone in its own."""
+    name, settings = recipe.algorithm.name, recipe.algorithm
+    if is_rewarded(recipe):
+        return (
+            f"rollout.group_size=1: the rewards of {name} compare completions of one prompt and need at least 2; set "
+            "algorithm.baseline='off', or weight=0 for rewards that are only to be measured"
+        )
+    changes = {
+        "algorithm.kl_in='reward'": settings.kl_coef > 0 and settings.kl_in == "reward",
+        f"algorithm.overlong_from={settings.overlong_from}": settings.overlong_from is not None,
+    }
+    for key, is_set in changes.items():
+        if is_set:
+            return (
+                f"{key} with rollout.group_size=1: it changes rewards, which {name} compares with those of the same "
+                "prompt, and there is one alone; raise rollout.group_size to at least 2, set algorithm.baseline='off', or "
+                "remove the key"
+            )
     return None
 
 
