@@ -31,7 +31,7 @@ _UNNEEDED = {
     "*.record_memory": "see docs/out-of-memory.md",
     "*.use_torch_compile": "see model.compile",
     "*.torch_profiler_config.*": "see docs/performance.md",
-    "*.language_model_only": "see docs/models.md",
+    "*.language_model_only": "images are not read",
     "*.offload_after_step": "see rollout.offload_policy",
     "*.lora.lora_sync_path": "see rollout.vllm.lora",
     "*.lora.max*loras": "see rollout.vllm.lora",

@@ -274,7 +274,7 @@ def _data(draft: Draft, foreign: Foreign) -> None:
         )
         if foreign.take("eval_strategy", "no") != "no":
             draft.put("data.evaluation", hub_source(name, config, test), "dataset_name, dataset_test_split")
-    draft.lack(foreign, "datasets", "name each of them in data.sources")
+    draft.lack(foreign, "datasets", "name each of them in data.train, as docs/own-data.md has it")
     draft.put("data.chat", False, "prompts that are lists of messages go through the template")
 
 

@@ -298,7 +298,9 @@ def _trainer(draft: Draft, foreign: Foreign) -> None:
             f"start with `shardproof train --nnodes {nodes}`: see docs/multi-node.md"
         )
     evaluate_all(draft, "verl")
-    draft.lack(foreign, "trainer.val_only", "a run trains; see `shardproof evaluate`", unless=(False,))
+    draft.lack(
+        foreign, "trainer.val_only", "a run trains; it evaluates before its first step", unless=(False,)
+    )
     draft.lack(foreign, "trainer.ref_update_freq", "see algorithm.reference_sync_every", unless=(0, -1))
     draft.lack(foreign, "trainer.v1.trainer_mode", "see rollout.ahead", unless=("sync",))
     if foreign.take("distillation.enabled", False):

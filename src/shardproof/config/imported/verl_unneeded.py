@@ -82,7 +82,7 @@ UNNEEDED = {
     "algorithm.pf_ppo*": "algorithm.use_pf_ppo says whether it is used",
     "reward*sandbox_fusion.*": "see the reward 'code'",
     "reward*.max_resp_len": "see rollout.max_new_tokens",
-    "reward*.overlong_buffer*.log": "see docs/metrics.md",
+    "reward*.overlong_buffer*.log": "see docs/algorithms.md",
     "reward.reward_model.*": "see reward.models",
     "transfer_queue.*": "see docs/architecture.md",
     "data.trust_remote_code": "see model.trust_remote_code",
