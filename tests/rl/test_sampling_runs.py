@@ -193,11 +193,22 @@ def test_a_templates_end_of_a_turn_that_ends_no_completion_is_found():
         assert found(template=other) is None
 
 
-@pytest.mark.parametrize(("settings", "warns"), [([], False), (["data.chat=true"], True)])
-def test_a_start_says_what_ends_no_completion(tmp_path, settings, warns, caplog):
+ENDED = "{% for m in messages %}{{ m.content }}={% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "settings", "warns"),
+    [
+        (ENDED, [], False),
+        (ENDED, ["data.chat=true"], True),
+        ("", ["data.chat=true", f"data.chat_template_kwargs.chat_template={ENDED!r}"], True),
+    ],
+)
+def test_a_start_says_what_ends_no_completion(tmp_path, template, settings, warns, caplog):
     folder = tmp_path / "model"
     shutil.copytree(RECIPES / "tiny" / "model", folder)
-    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}={% endfor %}")
+    if template:
+        (folder / "chat_template.jinja").write_text(template)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.add_special_tokens({"additional_special_tokens": ["="]})
     tokenizer.save_pretrained(folder)

@@ -46,7 +46,7 @@ from shardproof.rl.sources.reading import (
 )
 from shardproof.rl.sources.text_files import Row
 from shardproof.rl.stop_ids import find_stop_ids, unheeded_end
-from shardproof.rl.templates import panics_as_errors
+from shardproof.rl.templates import chat_template_of, panics_as_errors
 from shardproof.shard.plan import plan_shards
 from shardproof.user_code import import_named
 from shardproof.weights.source import (
@@ -162,9 +162,10 @@ def _say_unheeded_end(recipe: Recipe, basis: Basis, has_messages: bool, rules: R
     """Warn where completions of a chat template do not end where it ends the model's turns."""
     is_templated = recipe.data.chat or has_messages if rules is None else rules.is_templated
     samples = is_sampled(recipe, True) or (bool(held_out_sets(recipe)) and is_sampled(recipe, False))
-    if not (is_templated and samples and getattr(basis.tokenizer, "chat_template", None)):
+    variables = recipe.data.chat_template_kwargs
+    if not (is_templated and samples and chat_template_of(basis.tokenizer, variables)):
         return
-    template = Template(basis.tokenizer, recipe.data.chat_template_kwargs)
+    template = Template(basis.tokenizer, variables)
     found = unheeded_end(template, basis.stop_ids, recipe.rollout.stop)
     if found is not None:
         logger.warning(
