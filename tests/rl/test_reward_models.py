@@ -21,6 +21,7 @@ import shardproof as sp
 from shardproof.config.load import from_json, load_recipe, to_json
 from shardproof.config.roles import RewardModel
 from shardproof.errors import ConfigError
+from shardproof.rl.checks import check_inputs
 from shardproof.rl.judge_checks import check_judges
 from shardproof.rl.reward_models import LoadedRewardModel, RewardModels, read_tokenizer
 from shardproof.rl.sizing.recipe import Machine, estimate_run
@@ -181,6 +182,26 @@ def test_a_trained_model_scores_batches_though_its_source_named_no_padding(tmp_p
         for row, mask in zip(padded["input_ids"], padded["attention_mask"], strict=True)
     ]
     assert found == pytest.approx(plain_scores(run / "model", texts), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"attention_dropout": 0.1}, "T303.*'llama'.*dropout.*\n.*to 0 in config.json"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "T303.*rotary"),
+    ],
+)
+def test_models_whose_texts_cannot_be_compared_in_one_pass_are_refused_before_the_start(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(TEACHER, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    recipe = from_json(rm_recipe(tmp_path / "run", f"model.path={folder}"))
+    with pytest.raises(sp.ShardproofError, match=message):
+        check_inputs(recipe)
+    check_inputs(from_json(small_recipe(tmp_path / "run", f"model.path={folder}")))
 
 
 def _scores(folder: str, texts: list[list[int]]) -> list[float]:

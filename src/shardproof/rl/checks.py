@@ -123,6 +123,8 @@ def check_basis(recipe: Recipe, folder: Path) -> Basis:
         check_replayable(config)
     if recipe.rollout.exact:
         check_exact(recipe, config)
+    if find_algorithm(recipe.algorithm.name).spec.role == REWARD:
+        check_pairs(config)
     tokenizer = load_tokenizer(folder, recipe.model.trust_remote_code)
     check_rewards(recipe)
     return Basis(tokenizer, config, find_stop_ids(folder, config, tokenizer, recipe.rollout.stop_ids))
@@ -281,6 +283,19 @@ def _require_known_tokens(prompts: list[Prompt], config: PretrainedConfig) -> No
         if largest >= size:
             message = f"the tokenizer produces the token id {largest}, but the model's vocabulary has {size} tokens: {prompt.text[:60]!r}."
             raise fail("C005", "data", message, fix="use the tokenizer that belongs to the model")
+
+
+def check_pairs(config: PretrainedConfig) -> None:
+    """Raise if the two texts of a pair, whose scores the loss of a reward model compares, cannot be scored in one pass."""
+    reason = why_not_packed(config)
+    if reason is not None:
+        message = f"a reward model cannot be trained from {config.model_type!r}: its texts cannot be packed, because {reason}."
+        fix = (
+            "choose another model"
+            if "dropout" not in reason
+            else "set the dropout of attention to 0 in config.json"
+        )
+        raise fail("T303", "settings", message, fix=fix)
 
 
 def check_exact(recipe: Recipe, config: PretrainedConfig) -> None:
