@@ -4,9 +4,11 @@ import pytest
 from trl.rewards import get_cosine_scaled_reward, get_repetition_penalty_reward, get_soft_overlong_punishment
 
 from shardproof.errors import ConfigError
+from shardproof.rl.conversations.measures import reward_sample
 from shardproof.rl.rewards.functions import CANNOT_HANG, cannot_hang, find_reward, row_problem
 from shardproof.rl.rewards.runner import RewardRunner
 from shardproof.rl.rewards.specs import RewardSpec
+from shardproof.rollout.trajectory import Segment, Trajectory
 
 THOUGHT = "<think>a</think><answer>4</answer>"
 
@@ -176,3 +178,14 @@ def test_a_function_is_used_twice_under_two_labels():
     # A value that is clipped in the total is shown as it is.
     assert found.parts == {"short": -0.5, "near": 0.75, "format": 1.0}
     assert found.total == 0.5 * -0.5 + 2.0 * 0.5 + 1.0
+
+
+def test_lengths_are_the_policys_own_where_rows_have_columns_of_such_names():
+    said = Segment((7, 8, 9), "policy")
+    row = {"completion_ids": [1] * 8, "turns": ["asked"], "level": 2}
+    one = Trajectory((Segment((1,), "prompt"), said), facts={"prompt": ""})
+    several = Trajectory((said,), facts={"prompt": "", "turns": [{"text": "so 4"}]}, ended="done")
+    for made, turns in ((one, ["asked"]), (several, [{"text": "so 4"}])):
+        read = reward_sample(made, row)[2]
+        assert read == {"completion_ids": [7, 8, 9], "turns": turns, "level": 2}
+        assert value("length", "", read, target=4) == 0.75

@@ -56,12 +56,13 @@ def reward_sample(trajectory: Trajectory, row: Mapping[str, Any]) -> tuple[str, 
     """What reward functions read: the prompt's text, the completion, and the data row.
 
     Of a conversation they read the policy's last turn, where its answer is; all its turns are in the row as `turns`,
-    and the ids of all that the policy wrote as `completion_ids`, unless the row has columns of these names.
+    and the ids of all that the policy wrote as `completion_ids`. Columns of these names, of completions that somebody
+    sampled before, are not read.
     """
     prompt = trajectory.facts["prompt"]
     written = [token for segment in trajectory.sampled for token in segment.tokens]
     turns = {"turns": trajectory.facts["turns"]} if trajectory.ended else {}
-    return prompt, answer_of(trajectory), {**turns, "completion_ids": written, **row}
+    return prompt, answer_of(trajectory), {**row, **turns, "completion_ids": written}
 
 
 def conversation_facts(trajectories: Iterable[Trajectory]) -> list[dict[str, Any]]:
