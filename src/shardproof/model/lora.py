@@ -50,7 +50,7 @@ def inject_lora(model: PreTrainedModel, config: Any) -> None:
     import peft  # an optional dependency, needed only when a run uses LoRA
 
     check_lora(config)
-    config = deepcopy(config)  # peft resolves targets in place
+    asked, config = config.target_modules, deepcopy(config)  # peft resolves targets in place
     try:
         peft.inject_adapter_in_model(config, model, adapter_name=ADAPTER)
     except ValueError as error:
@@ -59,10 +59,12 @@ def inject_lora(model: PreTrainedModel, config: Any) -> None:
     for name, module in model.named_modules():
         # peft also gets here through target_modules="all-linear" on models whose experts are fused parameters.
         if type(module).__name__ == "ParamWrapper":
-            message = f"target_modules={config.target_modules!r} would adapt the fused parameters of {name!r}, which is not supported."
-            raise fail(
-                "L113", "lora", message, tensor=name, fix="name linear layers, such as q_proj and v_proj"
-            )
+            named = (
+                asked if isinstance(asked, str) else sorted(asked or ())
+            )  # a set has an order of its own on every rank
+            message = f"target_modules={named!r} would adapt the fused parameters of {name!r}, which is not supported."
+            fix = "name the linear layers to adapt, such as q_proj and v_proj, and none of experts"
+            raise fail("L113", "lora", message, tensor=name, fix=fix)
 
 
 def reset_adapter(model: Any, layer: Any) -> None:
