@@ -111,6 +111,7 @@ def test_a_clean_recipe_passes_and_is_printed():
         (["reward.functions=[{name='no_such_module:f'}]"], "No module named 'no_such_module'"),
         (["model.sequence_parallel=3", "train.ranks=3"], "does not divide the 2 attention heads"),
         (["model.replicate=3"], "replicate=3 does not divide the 2 ranks"),
+        (["algorithm.router_coef=0.01"], "router_coef=0.01: 'llama' has no router"),
         (["output.folder={other}"], "was started with other settings: "),
     ],
 )

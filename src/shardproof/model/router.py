@@ -10,7 +10,18 @@ import torch
 from torch.overrides import TorchFunctionMode
 from transformers import PretrainedConfig
 
+from shardproof.errors import fail
 from shardproof.model.families import experts_per_token, num_experts
+
+
+def check_balanced(config: PretrainedConfig, coef: float, stage: str) -> None:
+    """Raise for a weight of the balancing loss where a model has no router, or one that is balanced without a loss."""
+    if not coef or hasattr(config.get_text_config(), "router_aux_loss_coef"):
+        return
+    why = "has no router" if num_experts(config) is None else "balances its router without a loss"
+    raise fail(
+        "C001", stage, f"router_coef={coef}: {config.model_type!r} {why}.", fix="set it to 0, or remove it"
+    )
 
 
 def balancing_statistics(

@@ -18,6 +18,7 @@ from shardproof.errors import fail
 from shardproof.model.families import check_sequence_parallel, max_positions, why_not_packed
 from shardproof.model.inventory import take_inventory
 from shardproof.model.roles import REWARD
+from shardproof.model.router import check_balanced
 from shardproof.model.routing import check_replayable
 from shardproof.model.skeleton import build_skeleton
 from shardproof.rl.algorithms.registry import check_algorithm, find_algorithm, make_algorithm
@@ -123,6 +124,7 @@ def check_basis(recipe: Recipe, folder: Path) -> Basis:
         check_replayable(config)
     if recipe.rollout.exact:
         check_exact(recipe, config)
+    check_balanced(config, recipe.algorithm.router_coef, "settings")
     if find_algorithm(recipe.algorithm.name).spec.role == REWARD:
         check_pairs(config)
     tokenizer = load_tokenizer(folder, recipe.model.trust_remote_code)

@@ -12,8 +12,9 @@ import torch.distributed as dist
 from shardproof.bounds import require_number
 from shardproof.dist.collectives import together
 from shardproof.errors import error_for, fail
-from shardproof.model.families import max_positions, num_experts
+from shardproof.model.families import max_positions
 from shardproof.model.roles import FROZEN, VALUED
+from shardproof.model.router import check_balanced
 from shardproof.model.routing import Routers
 from shardproof.shard.attest import check_optimizer
 from shardproof.shard.settings import FSDP1
@@ -132,9 +133,7 @@ def _check_request(policy: ShardedModel, batch: Batch, loss: Loss, router_coef: 
             "train_step",
             f"router_coef={router_coef} is for a policy; a {policy.role}'s router is not balanced.",
         )
-    if router_coef and not hasattr(config.get_text_config(), "router_aux_loss_coef"):
-        why = "has no router" if num_experts(config) is None else "balances its router without a loss"
-        raise fail("C001", "train_step", f"router_coef={router_coef}: {config.model_type!r} {why}.")
+    check_balanced(config, router_coef, "train_step")
     missing = [name for name in loss.columns if name not in batch.columns]
     if missing and len(batch):
         raise fail("C004", "train_step", f"loss {loss.name!r} needs the columns {missing}.")
