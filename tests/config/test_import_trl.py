@@ -19,7 +19,7 @@ VLLM = {**SAMPLED, "use_vllm": True}
 EVALUATED = {**SAMPLED, "eval_strategy": "steps"}
 
 
-def made_of(tmp_path, trainer, settings, ranks=1):
+def made_of(tmp_path, trainer, settings, ranks=None):
     return imported(tmp_path, json.dumps(settings), name="config.json", trainer=trainer, ranks=ranks)
 
 
@@ -68,6 +68,9 @@ VALUES = [
     ("dpo", {**GIVEN, "sync_ref_model": True, "ref_model_sync_steps": 64},
      {"algorithm.reference_sync_every": 64, "algorithm.reference_mix": 0.6}),
     ("reward", GIVEN, {"data.max_length": 1024, "data.on_max_length": "drop"}),
+    # Batch sizes are per process; TRL's command line starts as many as the config says.
+    ("grpo", {**SAMPLED, "num_processes": 4}, {"train.prompts_per_step": 4}),
+    ("sft", {**GIVEN, "num_processes": "4"}, {"train.prompts_per_step": 32}),
 ]  # fmt: skip
 
 
@@ -226,3 +229,18 @@ def test_settings_that_change_nothing_are_listed(tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**SAMPLED, "vespo_k_pos": 3.0, "num_iterations": 1, "beta": 0.1}))
     assert import_config(path).draft.idle == ["num_generations", "vespo_k_pos", "num_iterations"]
+
+
+def test_the_processes_that_the_user_says_count_and_not_those_of_the_config(tmp_path):
+    made = made_of(tmp_path, "dpo", {**GIVEN, "num_processes": 4}, ranks=2)
+    assert made.draft.values["train.prompts_per_step"] == 16
+    assert "num_processes" not in "".join(made.draft.gaps)
+
+
+def test_the_settings_of_a_launcher_are_told_from_those_without_a_counterpart(tmp_path):
+    launched = {"accelerate_config": "zero3", "machine_rank": 0, "mixed_precision": "bf16", "num_machines": 2}
+    made = made_of(tmp_path, "dpo", {**GIVEN, **launched})
+    assert set(made.draft.gaps) == {"accelerate_config='zero3'", "num_machines=2"}
+    assert "--ranks" in made.draft.gaps["accelerate_config='zero3'"]
+    known = made_of(tmp_path, "dpo", {**GIVEN, **launched}, ranks=8)
+    assert set(known.draft.gaps) == {"num_machines=2"}

@@ -37,8 +37,12 @@ def import_config(
         typer.Option(help="TRL's trainer: grpo, rloo, dpo, kto, sft or reward; by default the keys say"),
     ] = None,
     ranks: Annotated[
-        int, typer.Option(min=1, help="processes that TRL was started with: its batch sizes are per process")
-    ] = 1,
+        int | None,
+        typer.Option(
+            min=1,
+            help="processes that TRL was started with: its batch sizes are per process; by default num_processes of the config, or 1",
+        ),
+    ] = None,
 ) -> None:
     """Make a recipe from a config of TRL, verl or SkyRL, and say what has no counterpart.
 
@@ -48,7 +52,6 @@ def import_config(
     from shardproof.config.imported.convert import import_config as convert
     from shardproof.config.imported.trl import TRAINERS
     from shardproof.errors import choose
-    from shardproof.files import write_atomic
 
     try:
         if library is not None:
@@ -61,18 +64,24 @@ def import_config(
         raise SystemExit(UNUSABLE) from None
     if output is None:
         typer.echo(imported.text, nl=False)
-    elif output.exists():
-        typer.echo(f"{output} exists already; remove it, or choose another name", err=True)
-        raise SystemExit(UNUSABLE)
     else:
-        try:
-            output.parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(output, imported.text)
-        except OSError as error:
-            typer.echo(f"{output} cannot be written: {error.strerror or error}", err=True)
-            raise SystemExit(UNUSABLE) from None
+        _write(output, imported.text)
     for line in told(imported, output):
         typer.echo(line, err=True)
+
+
+def _write(output: Path, text: str) -> None:
+    from shardproof.files import write_atomic
+
+    if output.exists():
+        typer.echo(f"{output} exists already; remove it, or choose another name", err=True)
+        raise SystemExit(UNUSABLE)
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(output, text)
+    except OSError as error:
+        typer.echo(f"{output} cannot be written: {error.strerror or error}", err=True)
+        raise SystemExit(UNUSABLE) from None
 
 
 def told(imported: Imported, output: Path | None) -> list[str]:

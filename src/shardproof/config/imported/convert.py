@@ -67,7 +67,7 @@ def import_config(
     *,
     library: str | None = None,
     trainer: str | None = None,
-    ranks: int = 1,
+    ranks: int | None = None,
 ) -> Imported:
     """The recipe of a config file; `overrides` are settings of the other library, as its command line takes them."""
     notes: list[str] = []

@@ -10,8 +10,8 @@ from typing import Any
 from shardproof.config.imported.draft import Draft, Foreign, Same, copy
 from shardproof.config.imported.files import flatten
 from shardproof.config.imported.shared_settings import fill_in_missing, hub_source, steps
-from shardproof.config.imported.trl_given import GIVEN
-from shardproof.config.imported.trl_others import OWN_VALUES, refuse_others
+from shardproof.config.imported.trl_given import GIVEN, rows_of_a_step
+from shardproof.config.imported.trl_others import OF_LAUNCHER, OWN_VALUES, processes, refuse_others
 from shardproof.config.imported.trl_sampled import LOSSES, rewards, sampled
 from shardproof.config.imported.trl_training import optimizer, output, schedule
 from shardproof.config.imported.yaml_text import load_argument
@@ -105,6 +105,7 @@ _UNNEEDED = {
     "attn_implementation": "attention is chosen for the device",
     "bnb_4bit_quant_storage": "see docs/qlora.md",
     "dataset_streaming": "rows are read into memory",
+    **OF_LAUNCHER,
 }
 
 _OPTIMIZER = (
@@ -172,9 +173,11 @@ def find_trainer(foreign: Foreign) -> str:
     return found[0]
 
 
-def translate(foreign: Foreign, trainer: str, ranks: int) -> Draft:
-    """The recipe of one of TRL's configs; `ranks` is the number of processes that it was started with."""
+def translate(foreign: Foreign, trainer: str, given_ranks: int | None) -> Draft:
+    """The recipe of one of TRL's configs; `given_ranks` is the number of processes that it was started with, where the user
+    says it."""
     draft = Draft()
+    ranks = processes(draft, foreign, given_ranks)
     _model(draft, foreign)
     _data(draft, foreign)
     draft.put("algorithm.name", _NAMES.get(trainer, trainer), "trainer")
@@ -197,13 +200,7 @@ def translate(foreign: Foreign, trainer: str, ranks: int) -> Draft:
         rewards(draft, foreign)
     else:
         updates = 1
-        size = int(foreign.take("per_device_train_batch_size", 8)) * ranks
-        accumulated = int(foreign.take("gradient_accumulation_steps", 1))
-        draft.put(
-            "train.prompts_per_step",
-            size * accumulated,
-            "per_device_train_batch_size, gradient_accumulation_steps",
-        )
+        rows_of_a_step(draft, foreign, ranks)
         GIVEN[trainer](draft, foreign)
     steps(
         draft,

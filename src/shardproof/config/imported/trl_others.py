@@ -1,10 +1,10 @@
-"""TRL's trainers that are not read, by the settings that they alone have, and settings that say what happens anyway."""
+"""What TRL's configs have beside the settings of a trainer that is read: other trainers, the launcher, what happens anyway."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from shardproof.config.imported.draft import Foreign
+from shardproof.config.imported.draft import Draft, Foreign
 from shardproof.errors import fail
 
 _OTHERS: dict[str, tuple[str, ...]] = {
@@ -59,6 +59,32 @@ OWN_VALUES: dict[str, tuple[Any, ...]] = {
     "use_cache": (False,),
     "use_cpu": (False,),
 }
+
+# Of `accelerate launch`, which TRL's command line starts with them.
+_BY_LAUNCHER = "see docs/multi-node.md"
+OF_LAUNCHER: dict[str, str] = {
+    **dict.fromkeys(("machine_rank", "main_process_*", "main_training_function"), _BY_LAUNCHER),
+    **dict.fromkeys(("rdzv_*", "same_network", "gpu_ids", "multi_gpu"), _BY_LAUNCHER),
+    **dict.fromkeys(("compute_environment", "distributed_type"), "models are sharded by FSDP"),
+    **dict.fromkeys(("mixed_precision", "downcast_bf16"), "see model.compute_dtype"),
+    **dict.fromkeys(("dynamo_*",), "see model.compile"),
+    **dict.fromkeys(("enable_cpu_affinity", "num_cpu_threads_per_process", "tpu_*"), "the launcher knows it"),
+}
+
+
+def processes(draft: Draft, foreign: Foreign, ranks: int | None) -> int:
+    """How many processes a config is for: those that the user says, or that TRL's command line starts by it."""
+    named = int(foreign.take("num_processes", 1))
+    if foreign.has("accelerate_config") and not foreign.has("num_processes") and ranks is None:
+        what = "it says on how many processes TRL runs, 8 in TRL's own: pass that number as --ranks"
+        draft.lack(foreign, "accelerate_config", what, unless=("single_gpu",))
+    draft.skip(foreign, "accelerate_config", "models are sharded by FSDP")
+    machines = int(foreign.take("num_machines", 1))
+    if machines > 1:
+        draft.gaps[f"num_machines={machines}"] = (
+            f"start with `shardproof train --nnodes {machines}`: see docs/multi-node.md"
+        )
+    return named if ranks is None else ranks
 
 
 def refuse_others(foreign: Foreign) -> None:
