@@ -20,13 +20,18 @@ from shardproof.rl.rewards.from_recipe import specs_of
 from shardproof.rl.sources.encoding import encode_prompts, require_lengths
 from shardproof.rl.sources.given import encode_given, given_kind, limited
 from shardproof.rl.sources.rendering import Rendering
-from shardproof.rl.sources.rows import Columns, Rows, read_columns
+from shardproof.rl.sources.rows import ANSWER_COLUMN, Columns, Rows, read_columns
 from shardproof.rl.sources.text_files import unusable
 from shardproof.rollout.sampling import check_overrides
 
 logger = logging.getLogger(__name__)
 SAMPLING_COLUMN = "sampling"
 _FEW = 5  # values of a column that an error shows
+_GIVEN_COLUMNS = {  # that hold what is learned, by what a row holds
+    "completions": ("completion_column", "messages_column"),
+    "labelled": ("completion_column", "label_column"),
+    "pairs": ("chosen_column", "rejected_column"),
+}
 TRAINING = "data.train"  # the key of the rows to train on
 
 
@@ -132,10 +137,11 @@ def _columns(
     source: str = "",
 ) -> Columns:
     # Given completions need no answer, unless held-out ones are sampled and scored.
-    rewards = specs_of(recipe)
+    rewards, answer = specs_of(recipe), answer if recipe.reward is not None else None
+    _require_apart(recipe, prompt, answer)
     return Columns(
         prompt,
-        answer if recipe.reward is not None else None,
+        answer,
         rewards,
         needs_prompt=environment is None and _needs_prompt(recipe),
         drops_unanswered=recipe.data.no_answer == "drop",
@@ -143,6 +149,20 @@ def _columns(
         source=source,
         takes_conversations=given_kind(recipe) == "completions",
     )
+
+
+def _require_apart(recipe: Recipe, prompt: str, answer: str | None) -> None:
+    """Raise if answers, which rewards find under one name, would take the place of something else that is read there."""
+    data, keys = recipe.data, ("prompt_column", *_GIVEN_COLUMNS.get(given_kind(recipe), ()))
+    for key in keys if answer is not None else ():
+        column = getattr(data, key)
+        own = prompt if key == "prompt_column" else column
+        if column == ANSWER_COLUMN and {own, answer} != {ANSWER_COLUMN}:
+            raise unusable(
+                f"data.{key}={column!r}: under that name rewards find the answer, which is in column {answer!r} "
+                "(data.answer_column); one would take the place of the other.",
+                f"rename the column {column!r}, or set data.answer_column=none if no reward reads an answer",
+            )
 
 
 def _read(source: str, columns: Columns, environment: EnvironmentPool | None) -> Rows:

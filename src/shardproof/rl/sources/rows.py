@@ -15,6 +15,7 @@ from shardproof.rl.sources.text_files import Place, Row, unusable
 
 _NESTED = (dict, list, tuple)
 _MAX_DEPTH = 100  # of lists and objects in a row: far below where Python gives up on copying or sending them
+ANSWER_COLUMN = "answer"  # where rewards find a row's answer
 SOURCE_COLUMN = "data_source"  # where rewards find the name of a row's source
 
 
@@ -64,8 +65,11 @@ def read_columns(source: str, columns: Columns, given: Iterable[Place] | None = 
 def _usable(found: Iterable[Place], columns: Columns, dropped: Counter[str]) -> Iterator[Place]:
     for place, row in found:
         _check(place, row, columns)
+        prompt = row.get(columns.prompt)  # as it was read: the answer may take the place of its column
         problem = _answer_problem(place, row, columns)
         if problem is None:
+            if columns.prompt_under is not None and prompt is not None:
+                row[columns.prompt_under] = prompt
             yield place, row
         elif columns.drops_unanswered:
             dropped["no answer"] += 1
@@ -82,8 +86,6 @@ def _check(place: str, row: Row, columns: Columns) -> None:
             _require_no_conversation(place, row, prompt)
         require_column(place, row, prompt, "data.prompt_column")
         require_prompt(f"{place}: column {prompt!r}", row[prompt])
-        if columns.prompt_under is not None:
-            row[columns.prompt_under] = row[prompt]
     if not isinstance(row.get(TEMPLATE_COLUMN, {}), dict | None):
         found = type(row[TEMPLATE_COLUMN]).__name__
         raise unusable(f"{place}: column {TEMPLATE_COLUMN!r} holds {found}; expected an object.")
@@ -111,7 +113,7 @@ def _answer_problem(place: str, row: Row, columns: Columns) -> tuple[str, str] |
         if answer not in row:
             message, fix = _no_column(place, row, answer, "data.answer_column")
             return message, f"{fix}, or to none if no reward reads an answer"
-        row["answer"] = row[answer]
+        row[ANSWER_COLUMN] = row[answer]
         if columns.drops_unanswered and (row[answer] is None or not str(row[answer]).strip()):
             return f"{place} has no answer.", "give it one, or remove the row"
     for name in columns.rewards:
