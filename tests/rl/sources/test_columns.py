@@ -36,7 +36,10 @@ def test_an_answer_takes_the_place_of_nothing_that_is_read(tmp_path, key, settin
 
 def test_a_column_called_answer_may_be_the_prompt_where_nothing_reads_answers(tmp_path):
     inputs = read(
-        tmp_path, "data.prompt_column=answer", "data.answer_column=none", "reward.functions=[{name='length',options={target=2}}]"
+        tmp_path,
+        "data.prompt_column=answer",
+        "data.answer_column=none",
+        "reward.functions=[{name='length',options={target=2}}]",
     )
     assert inputs.prompts[0].text == "3+4=7"
 
@@ -48,3 +51,18 @@ def test_prompt_and_answer_may_change_places(tmp_path):
     inputs = read(tmp_path, f"data.train=[{tables}]", row=row)
     (prompt,) = inputs.prompts
     assert (prompt.text, prompt.row["answer"]) == ("2", "1+1=")
+
+
+def test_given_completions_have_their_answers_too(tmp_path):
+    """`shardproof data --measure` scores completions of these rows, and knows each by its prompt and its answer."""
+    row = {"question": "1+1=", "completion": "2", "result": "2"}
+    inputs = read(tmp_path, *SFT, "data.answer_column=result", row=row)
+    assert inputs.prompts[0].row["answer"] == inputs.held_out[""][0].row["answer"] == "2"
+    (prompt,) = read(tmp_path, *SFT, "data.answer_column=none", "reward=none", row=row).prompts
+    assert "answer" not in prompt.row
+    held_out = write_rows(tmp_path / "held_out.jsonl", [row])
+    del row["result"]
+    (prompt,) = read(
+        tmp_path, *SFT, "data.answer_column=result", f"data.evaluation={held_out}", row=row
+    ).prompts
+    assert "answer" not in prompt.row

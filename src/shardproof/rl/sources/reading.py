@@ -86,8 +86,8 @@ def read_training(recipe: Recipe, environment: EnvironmentPool | None) -> Readin
             environment=environment,
         )
         if _is_given(recipe):
-            # Completions that are given are not scored: rewards are for the held-out rows.
-            columns = replace(columns, rewards=(), answer=None)
+            # Completions that are given are not scored, and need no answer: rewards are for the held-out rows.
+            columns = replace(columns, rewards=(), needs_answer=False, drops_unanswered=False)
         rows = _read(each.source, columns, environment)
         found += rows
         found.places += rows.places

@@ -39,6 +39,7 @@ class Columns:
     answer: str | None = "answer"
     rewards: Sequence[RewardSpec | str] = ()
     needs_prompt: bool = True  # False: an environment may bring it
+    needs_answer: bool = True  # False: a row may lack the column of answers
     drops_unanswered: bool = False
     prompt_under: str | None = None  # the column in which the run looks for prompts, if that is another one
     source: str = ""  # the name of the rows' source, which they get
@@ -109,7 +110,7 @@ def _is_conversation(value: object) -> bool:
 def _answer_problem(place: str, row: Row, columns: Columns) -> tuple[str, str] | None:
     """(what keeps completions of the row from being scored, what to do about it); None if they can be."""
     answer = columns.answer
-    if answer is not None:
+    if answer is not None and (columns.needs_answer or answer in row):
         if answer not in row:
             message, fix = _no_column(place, row, answer, "data.answer_column")
             return message, f"{fix}, or to none if no reward reads an answer"
