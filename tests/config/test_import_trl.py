@@ -244,3 +244,18 @@ def test_the_settings_of_a_launcher_are_told_from_those_without_a_counterpart(tm
     assert "--ranks" in made.draft.gaps["accelerate_config='zero3'"]
     known = made_of(tmp_path, "dpo", {**GIVEN, **launched}, ranks=8)
     assert set(known.draft.gaps) == {"num_machines=2"}
+
+
+def test_every_reward_function_without_a_module_is_asked_for(tmp_path):
+    names = ["length", "accuracy_reward", "get_soft_overlong_punishment", "style"]
+    made = made_of(tmp_path, "grpo", {**SAMPLED, "reward_funcs": names})
+    asked = made.draft.to_fill["reward.functions"]
+    assert "the module of length" in asked and "the module of style" in asked
+    # TRL's scripts call this one with numbers of their own.
+    assert "max_completion_len=1280, soft_punish_cache=256" in asked
+    assert [each["name"] for each in made.draft.values["reward.functions"]] == [
+        "my_rewards:length",
+        "math_verify",
+        "my_rewards:get_soft_overlong_punishment",
+        "my_rewards:style",
+    ]

@@ -11,6 +11,14 @@ _REWARDS: dict[str, dict[str, str]] = {
     "reasoning_accuracy_reward": {"name": "math_verify"},
     "think_format_reward": {"name": "trl.rewards:think_format_reward", "signature": "trl"},
 }
+# Those that TRL's scripts make for themselves, by a call that a recipe cannot hold.
+_MADE = {
+    "get_soft_overlong_punishment": (
+        "a module of yours with `get_soft_overlong_punishment = "
+        "trl.rewards.get_soft_overlong_punishment(max_completion_len=1280, soft_punish_cache=256)`, as TRL's script has "
+        "it, or algorithm.overlong_from in its place"
+    ),
+}
 _NO_LIMIT = 1e6
 _SCALES = ("group", "batch", "none", True, False)
 # Each loss with the mean that it takes.
@@ -254,7 +262,7 @@ def _correction(draft: Draft, foreign: Foreign) -> None:
 def rewards(draft: Draft, foreign: Foreign) -> None:
     """The reward functions and models, with their weights."""
     named, weights = foreign.take("reward_funcs", []), foreign.take("reward_weights") or []
-    functions, models = [], []
+    functions, models, asked = [], [], []
     model = foreign.take("reward_model_name_or_path")  # which TRL puts before the functions
     names = [*([] if model is None else [model]), *([named] if isinstance(named, str) else named)]
     if weights and not names:
@@ -275,12 +283,14 @@ def rewards(draft: Draft, foreign: Foreign) -> None:
             functions.append({"name": f"{module}:{function}", "signature": "trl", **weight})
         else:
             functions.append({"name": f"my_rewards:{name}", "signature": "trl", **weight})
-            draft.to_fill["reward.functions"] = f"the module of {name}"
+            asked.append(_MADE.get(name, f"the module of {name}"))
     if any(each["name"] == "math_verify" for each in functions):
         draft.put("data.answer_column", "solution", "accuracy_reward reads this column")
     elif functions or models:
         draft.put("data.answer_column", None, "TRL's rewards read the columns that they name")
     if functions:
         draft.put("reward.functions", functions, "reward_funcs")
+    if asked:
+        draft.to_fill["reward.functions"] = "; ".join(asked)
     if models:
         draft.put("reward.models", models, "reward_funcs")
