@@ -259,3 +259,16 @@ def test_every_reward_function_without_a_module_is_asked_for(tmp_path):
         "my_rewards:get_soft_overlong_punishment",
         "my_rewards:style",
     ]
+
+
+@pytest.mark.parametrize("source", [{}, {"dataset_name": None}, {"dataset_name": "rows/train.jsonl"}])
+def test_a_config_that_evaluates_and_names_no_held_out_rows_is_asked_for_them(tmp_path, source):
+    made = made_of(tmp_path, "dpo", {"max_steps": 40, "eval_strategy": "steps", "eval_steps": 20, **source})
+    assert "held-out rows" in made.draft.to_fill["data.evaluation"]
+    assert made.draft.values["output.eval_every"] == 20
+    assert made.problem is None
+
+
+def test_the_pace_of_evaluations_that_are_not_made_is_told_as_not_used(tmp_path):
+    made = made_of(tmp_path, "kto", {**GIVEN, "eval_steps": 500})
+    assert "eval_steps" in made.draft.idle and not made.draft.gaps

@@ -265,12 +265,19 @@ def _adapters(draft: Draft, foreign: Foreign) -> None:
 def _data(draft: Draft, foreign: Foreign) -> None:
     name, config = foreign.take("dataset_name"), foreign.take("dataset_config")
     train, test = foreign.take("dataset_train_split", "train"), foreign.take("dataset_test_split", "test")
+    evaluates = foreign.take("eval_strategy", "no") != "no"
     if name is not None:
         draft.put(
             "data.train", hub_source(name, config, train), "dataset_name, dataset_config, dataset_train_split"
         )
-        if foreign.take("eval_strategy", "no") != "no":
-            draft.put("data.evaluation", hub_source(name, config, test), "dataset_name, dataset_test_split")
+    if evaluates and name is not None and hub_source(name, config, test) != draft.values["data.train"]:
+        draft.put("data.evaluation", hub_source(name, config, test), "dataset_name, dataset_test_split")
+    elif evaluates:
+        draft.ask(
+            "data.evaluation",
+            "held_out.jsonl",
+            "the held-out rows for eval_strategy; dataset_test_split names none",
+        )
     draft.lack(foreign, "datasets", "name each of them in data.train, as docs/own-data.md has it")
     draft.put("data.chat", False, "prompts that are lists of messages go through the template")
 

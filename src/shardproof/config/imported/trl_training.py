@@ -85,6 +85,7 @@ def output(draft: Draft, foreign: Foreign, updates: int, samples: int) -> None:
         )  # as transformers fills it in
         _every(draft, "output.eval_every", evaluates, every, updates, "eval")
         evaluate_all(draft, "TRL")
+    foreign.take("eval_steps")  # which is not read where nothing is evaluated
     number = int(foreign.take("num_generations_eval", samples))
     if "output.eval_every" in draft.values and number:
         draft.put("output.eval_samples", number, "num_generations_eval, num_generations")
