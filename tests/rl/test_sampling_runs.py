@@ -27,7 +27,7 @@ from shardproof.rollout.trajectory import Segment
 from tests.ranks import run_ranks
 from tests.rl.background_parts import make_rules
 from tests.rl.chat import templates
-from tests.rl.conversations.kept import run_and_keep
+from tests.rl.conversations.kept import recipe_with, run_and_keep
 from tests.rl.runs import RECIPES, TINY, lines, small_recipe, write_rows
 from tests.rl.test_data import make_tokenizer
 
@@ -158,6 +158,8 @@ def test_rows_and_stop_ids_are_checked_before_a_start(tmp_path):
     assert "max_new_tokens=62" in refused(*longer)
     own = check_inputs(from_json(small_recipe(tmp_path, *longer, "rollout.row_overrides=['max_new_tokens']")))
     assert own.prompts[0].sampling == {"max_new_tokens": 2}  # which is what its completions need room for
+    talks = recipe_with(tmp_path, "NeverEnds", *longer, "rollout.row_overrides=['max_new_tokens']")
+    assert check_inputs(from_json(talks)).canary == own.prompts[0].tokens
     held_out = [
         f"data.evaluation={rows}",
         "evaluation.max_new_tokens=1",

@@ -208,8 +208,9 @@ def make_inputs(recipe: Recipe, basis: Basis, data: Data, opened: FirstOpening) 
     """What a run reads, from its parts."""
     canary = data.prompts[0].tokens
     if opened.rules is not None and opened.opening is not None:
-        first = data.prompts[opened.number]
-        canary = first_prompt(opened.rules, first, opened.opening, recipe.rollout.max_new_tokens)
+        first = data.prompts[min(opened.number, len(data.prompts) - 1)]  # rows before it may be left out
+        most = (first.sampling or {}).get("max_new_tokens", recipe.rollout.max_new_tokens)
+        canary = first_prompt(opened.rules, first, opened.opening, most)
     tokenizer, config = basis.tokenizer, basis.config
     about = (data.sources, data.rates, data.dropped)
     return Inputs(
