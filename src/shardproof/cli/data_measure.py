@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 _NAME = "pass_rates.jsonl"
+_SUFFIXES = (".jsonl", ".json")  # of files with an object per line
 
 
 def measure_rates(recipe: Recipe, num_samples: int, path: Path | None, terminal: Terminal) -> None:
@@ -30,8 +31,7 @@ def measure_rates(recipe: Recipe, num_samples: int, path: Path | None, terminal:
             "C001", "data", "--measure needs rewards: nothing says which completions are right.", fix=fix
         )
     target = path or Path(recipe.data.pass_rates or _NAME)
-    if not target.absolute().parent.is_dir():
-        raise fail("C001", "data", f"--to {str(target)!r}: the folder does not exist.", fix="make it first")
+    _require_writable(target)
     # What would be read from the file does not decide what is written to it.
     unfiltered = {"pass_rates": None, "pass_rate_between": None, "curriculum": None}
     recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update=unfiltered)})
@@ -42,6 +42,20 @@ def measure_rates(recipe: Recipe, num_samples: int, path: Path | None, terminal:
     code = start_and_wait(recipe, Options(), num_ranks, function)
     if code:
         raise SystemExit(code)
+
+
+def _require_writable(target: Path) -> None:
+    """Raise if no file of pass rates can be written there, or none that `data.pass_rates` reads."""
+    told = f"--to {str(target)!r}"
+    if not target.absolute().parent.is_dir():
+        raise fail("C001", "data", f"{told}: the folder does not exist.", fix="make it first")
+    if target.is_dir():
+        raise fail("C001", "data", f"{told} is a folder.", fix="name a file in it")
+    if target.suffix not in _SUFFIXES:
+        message = (
+            f"{told}: an object per line is written, which is read from {' and '.join(_SUFFIXES)} files."
+        )
+        raise fail("C001", "data", message, fix=f"call it {str(target.with_suffix('.jsonl'))!r}")
 
 
 def measure_rank(recipe_json: str, options: Options, num_samples: int, path: str) -> dict[str, float]:
