@@ -99,6 +99,8 @@ GAPS = [
     ("grpo", {**SAMPLED, "generation_kwargs": [1]}, "generation_kwargs=[1]"),
     ("grpo", {**SAMPLED, "reward_weights": [0.5, 1]}, "reward_weights=[0.5, 1]"),
     ("grpo", {**SAMPLED, "generation_kwargs": "{no json"}, "generation_kwargs='{no json'"),
+    ("grpo", {**SAMPLED, "max_prompt_length": 512}, "max_prompt_length=512"),
+    ("sft", {**GIVEN, "load_in_4bit": True}, "load_in_4bit=True"),
 ]  # fmt: skip
 
 
@@ -272,3 +274,18 @@ def test_a_config_that_evaluates_and_names_no_held_out_rows_is_asked_for_them(tm
 def test_the_pace_of_evaluations_that_are_not_made_is_told_as_not_used(tmp_path):
     made = made_of(tmp_path, "kto", {**GIVEN, "eval_steps": 500})
     assert "eval_steps" in made.draft.idle and not made.draft.gaps
+
+
+def test_settings_of_adapters_that_are_switched_off_are_no_gaps(tmp_path):
+    off = {
+        "use_peft": False,
+        "load_in_4bit": False,
+        "bnb_4bit_quant_type": "nf4",
+        "use_bnb_nested_quant": False,
+    }
+    assert made_of(tmp_path, "dpo", {**GIVEN, **off, "ignore_bias_buffers": False}).draft.gaps == {}
+
+
+def test_a_gap_names_the_keys_that_stand_for_it(tmp_path):
+    gaps = made_of(tmp_path, "grpo", {**SAMPLED, "max_prompt_length": 512}).draft.gaps
+    assert "data.max_prompt_tokens" in gaps["max_prompt_length=512"]

@@ -52,12 +52,13 @@ def find_library(foreign: Foreign) -> str:
     sections = sorted({key.partition(".")[0] for key in keys if "." in key})
     if sections and not trl.has_own(foreign):
         named = f"it has the sections {', '.join(sections[:5])}"
-        message = f"the config is none of TRL's, verl's or SkyRL's: {named}."
-        if "model" in sections and {"optim", "placement", "engine"} & set(sections):
-            message = f"the config is none of those that are read, but may be of verl's or SkyRL's SFT trainer: {named}."
-        raise fail(
-            "C001", "config", message, fix="say whose it is with --library, or write a recipe for 'sft'"
-        )
+        message = f"the config is none of TRL's, verl's or SkyRL's that are read: {named}."
+        fix = "say whose it is with --library"
+        trains = {"data", "optim", "placement", "engine"} & set(sections)
+        if trains and "model" in sections and "rollout" not in sections:
+            message = f"the config is none of those that are read: {named}, as those of verl's and SkyRL's SFT trainers have."
+            fix = "write a recipe for 'sft', as docs/preferences.md has it, or say whose it is with --library"
+        raise fail("C001", "config", message, fix=fix)
     return "trl"
 
 

@@ -46,7 +46,8 @@ def read_config(path: Path, overrides: Sequence[str] = (), notes: list[str] | No
     for override in overrides:
         setting = _SETTING.fullmatch(override)
         if setting is None:
-            raise fail("C001", "config", f"{override!r} is not of the form key=value.")
+            fix = "write settings of the other library as its command line has them, such as trainer.seed=1"
+            raise fail("C001", "config", f"{override!r} is not of the form key=value.", fix=fix)
         _apply(flat, setting)
     if len(flat) > _MAX_SETTINGS:
         message = f"{path} has {len(flat)} settings; the limit is {_MAX_SETTINGS}."

@@ -228,7 +228,8 @@ def _model(draft: Draft, foreign: Foreign) -> None:
     if wanted or (wanted is None and foreign.has("lora_r")):
         _adapters(draft, foreign)
     else:
-        for pattern in ("lora_*", "use_rslora", "use_dora"):
+        draft.lack(foreign, "load_in_4bit", "only a base with adapters is held in 4 bits", unless=(False,))
+        for pattern in ("lora_*", "use_rslora", "use_dora", "*bnb_*"):
             draft.skip(foreign, pattern, "the config does not use adapters")
     draft.lack(foreign, "load_in_8bit", "use model.lora.base='nf4'", unless=(False,))
     init = foreign.section("model_init_kwargs")
@@ -278,6 +279,8 @@ def _data(draft: Draft, foreign: Foreign) -> None:
             "held_out.jsonl",
             "the held-out rows for eval_strategy; dataset_test_split names none",
         )
+    what = "prompts are never cut; data.max_prompt_tokens and data.too_long leave long ones out"
+    draft.lack(foreign, "max_prompt_length", what)
     draft.lack(foreign, "datasets", "name each of them in data.train, as docs/own-data.md has it")
     draft.put("data.chat", False, "prompts that are lists of messages go through the template")
 

@@ -42,6 +42,7 @@ OWN_VALUES: dict[str, tuple[Any, ...]] = {
     "eval_use_gather_object": (False,),
     "full_determinism": (False,),
     "group_by_length": (False,),
+    "ignore_bias_buffers": (False,),
     "ignore_data_skip": (False,),
     "include_for_metrics": ([],),
     "include_num_input_tokens_seen": ("no", False),
