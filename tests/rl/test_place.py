@@ -8,6 +8,8 @@ import pytest
 from shardproof.config.load import from_json
 from shardproof.errors import ConfigError
 from shardproof.rl.place import check_folder, read_state, write_settings
+from shardproof.rl.rewards.functions import find_reward
+from shardproof.rl.rewards.specs import RewardSpec, Surroundings
 from shardproof.rl.same_run import Resume
 from tests.rl.runs import RECIPES, small_recipe
 
@@ -89,6 +91,17 @@ def test_what_people_keep_beside_a_run_is_no_obstacle(tmp_path):
     for name in ("train.log", "slurm-1.out", "recipe.toml", ".gitignore", ".lock"):
         (tmp_path / name).write_text("")
     assert not check_folder(recipe_for(tmp_path)).is_used
+
+
+def test_a_run_begins_where_its_pass_rates_were_measured_with_a_judge(tmp_path):
+    around = Surroundings(folder=str(tmp_path))
+    options = {"url": "http://localhost:1", "model": "m"}
+    judge = find_reward(RewardSpec("judge", options=options), around)._call
+    judge._cache.put("ab" * 32, {"text": "Score: 7"})
+    assert [path.name for path in tmp_path.iterdir()] == ["judge"]
+    assert not check_folder(recipe_for(tmp_path)).is_used
+    (tmp_path / "other").mkdir()
+    assert f"{tmp_path} holds other, but no config.json" in refused(tmp_path)
 
 
 def test_a_file_in_place_of_a_folder_is_refused(tmp_path):

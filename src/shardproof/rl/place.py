@@ -21,6 +21,7 @@ from shardproof.foreign import is_inside, read_json
 from shardproof.report.read import METRICS_NAME
 from shardproof.rl.data import HeldOutPrompts, Prompt
 from shardproof.rl.loggers import read_lines
+from shardproof.rl.rewards.specs import JUDGE_CACHE
 from shardproof.rl.same_run import (
     Digests,
     Resume,
@@ -222,6 +223,7 @@ def _require_apart(folder: Path, recipe: Recipe) -> None:
 def _require_empty(folder: Path) -> None:
     """Raise if a folder in which no run has been holds something."""
     names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    names = [name for name in names if name != JUDGE_CACHE]  # its answers while pass rates were measured
     odd = [name for name in names if not name.startswith(".") and not name.endswith(_HARMLESS)]
     if odd:
         more = f" and {len(odd) - 3} more" if len(odd) > 3 else ""

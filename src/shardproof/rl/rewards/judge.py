@@ -21,7 +21,7 @@ from shardproof.rl.rewards.calling import Measured
 from shardproof.rl.rewards.judge_http import Answer, post
 from shardproof.rl.rewards.judge_limits import Cache, Pace
 from shardproof.rl.rewards.options import number, text
-from shardproof.rl.rewards.specs import Surroundings, unknown_reward
+from shardproof.rl.rewards.specs import JUDGE_CACHE, Surroundings, unknown_reward
 
 PROMPT = """Rate the answer to a question from 0 (wrong) to 10 (right and complete).
 
@@ -136,7 +136,7 @@ class Judge:
                     f"reward 'judge': the environment variable {self.api_key_env!r} holds no key.",
                     f"export {self.api_key_env}, on every host",
                 )
-        folder = os.path.join(around.folder, "judge") if around.folder else None
+        folder = os.path.join(around.folder, JUDGE_CACHE) if around.folder else None
         if isinstance(self.cache, str):
             folder = os.path.abspath(os.path.expanduser(self.cache))
         self._cache = Cache(folder if self.cache else None)

@@ -8,6 +8,8 @@ from typing import Any
 
 from shardproof.errors import ShardproofError, fail
 
+JUDGE_CACHE = "judge"  # the folder in a run's own that has the answers of its judge
+
 
 @dataclass(frozen=True)
 class RewardSpec:
