@@ -83,7 +83,7 @@ CODES: dict[str, tuple[str, str]] = {
     "R511": ("recorded experts do not belong to the tokens that are trained on", "do not train on this batch; the message names trajectory, layer and token"),
     "R512": ("engine and trainer compute different log-probs in exact mode",
              "resume from the last checkpoint; if it happens again, set rollout.exact=false and report the model's config"),
-    "R513": ("the teacher has another vocabulary than the policy", "use a teacher that has the policy's tokenizer"),
+    "R513": ("a model beside the policy has another vocabulary", "use a teacher that has the policy's tokenizer"),
     "R514": ("the teacher's server stopped, timed out or refused a request", "read the server's log; raise teacher.timeout_s or teacher.retries if it was only slow"),
 }  # fmt: skip
 

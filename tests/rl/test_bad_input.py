@@ -7,12 +7,14 @@ import shutil
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
 from shardproof.cli import app
-from shardproof.config.load import load_recipe
+from shardproof.config.load import from_json, load_recipe
 from shardproof.errors import ConfigError
 from shardproof.rl.checks import check_inputs
+from shardproof.rl.models import check_vocabularies
 from tests.ranks import run_ranks, run_ranks_outcomes
 from tests.rl.runs import RECIPES, TINY, lines, run_recipe, small_recipe, write_rows
 from tests.shard.test_bad_checkpoints import edit_config
@@ -20,6 +22,7 @@ from tests.shard.test_bad_checkpoints import edit_config
 pytestmark = [pytest.mark.distributed, pytest.mark.fault]
 
 REWARDS = "tests.rl.user_rewards"
+AGENT = RECIPES / "tiny-agent" / "model"  # whose tokenizer is another than that of the demo
 
 
 def dry_run(*overrides: str) -> tuple[int, str]:
@@ -112,6 +115,11 @@ def test_a_clean_recipe_passes_and_is_printed():
         (["model.sequence_parallel=3", "train.ranks=3"], "does not divide the 2 attention heads"),
         (["model.replicate=3"], "replicate=3 does not divide the 2 ranks"),
         (["algorithm.router_coef=0.01"], "router_coef=0.01: 'llama' has no router"),
+        (
+            ["algorithm.kl_coef=0.1", f"reference.path={AGENT}"],
+            "R513 reference: 12 tokens have other numbers",
+        ),
+        (["algorithm.name=ppo", f"critic.path={AGENT}"], "R513 critic: 12 tokens have other numbers"),
         (["output.folder={other}"], "was started with other settings: "),
     ],
 )
@@ -144,6 +152,30 @@ def test_a_checkpoint_without_a_tensor_is_found_by_a_dry_run(tmp_path):
     assert code == 2 and "L104" in output and "model.norm.weight" in output
     code, output = dry_run(f"model.path={tmp_path / 'nowhere'}")
     assert code == 2 and "L101" in output
+
+
+def test_a_reference_that_reads_other_tokens_is_refused_on_every_rank(tmp_path):
+    settings = ["algorithm.kl_coef=0.1", f"reference.path={AGENT}"]
+    outcomes = run_ranks_outcomes(2, run_recipe, small_recipe(tmp_path, *settings))
+    assert [outcome[:2] for outcome in outcomes] == [("error", "RolloutFault")] * 2
+    assert all(
+        "R513 reference" in outcome[2] and "'+' is 12 for the policy" in outcome[2] for outcome in outcomes
+    )
+
+
+def test_a_reference_may_know_more_tokens_or_have_no_tokenizer(tmp_path):
+    shutil.copytree(TINY.parent / "tiny" / "teacher", tmp_path / "model")
+    recipe = from_json(
+        small_recipe(tmp_path, "algorithm.kl_coef=0.1", f"reference.path={tmp_path / 'model'}")
+    )
+    ours = AutoTokenizer.from_pretrained(TINY.parent / "tiny" / "model")
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "model")
+    theirs.add_tokens(["<new>"])
+    theirs.save_pretrained(tmp_path / "model")
+    check_vocabularies(recipe, ours)
+    for file in (tmp_path / "model").glob("tokenizer*"):
+        file.unlink()
+    check_vocabularies(recipe, ours)
 
 
 def test_a_run_folder_of_another_recipe_is_refused(tmp_path):

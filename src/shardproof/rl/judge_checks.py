@@ -1,4 +1,4 @@
-"""What can be known about reward models and a teacher before any rank starts: their files and tokenizers."""
+"""What can be known about the models beside the policy before any rank starts: their files and tokenizers."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from shardproof.model.inventory import take_inventory
 from shardproof.model.roles import REWARD, TEACHER
 from shardproof.model.skeleton import build_skeleton
 from shardproof.rl.checks import load_tokenizer, model_folder
+from shardproof.rl.models import check_vocabularies
 from shardproof.rl.reward_models import read_tokenizer
 from shardproof.rl.teacher import require_same_vocabulary
 from shardproof.shard.plan import plan_shards
@@ -16,7 +17,8 @@ from shardproof.weights.source import resolve_folder
 
 
 def check_judges(recipe: Recipe, tokenizer: Any) -> None:
-    """Raise if a reward model or the teacher lacks what it needs; `tokenizer` is the policy's. A server is not asked."""
+    """Raise if a model beside the policy lacks what it needs; `tokenizer` is the policy's. A server is not asked."""
+    check_vocabularies(recipe, tokenizer)
     for each in recipe.reward.models if recipe.reward is not None else ():
         read_tokenizer(each)
         _check_files(each.path, REWARD, each.trust_remote_code)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from functools import partial
+from typing import Any
 
 import torch
 from transformers import PretrainedConfig
@@ -11,9 +12,10 @@ from transformers import PretrainedConfig
 from shardproof.config.schema import Critic, Recipe, Role
 from shardproof.dist.collectives import together
 from shardproof.dist.mesh import make_mesh
+from shardproof.errors import ShardproofError, fail
 from shardproof.model.exact import make_exact
 from shardproof.model.roles import FROZEN, POLICY, REWARD, RoleModule
-from shardproof.rl.checks import make_lora
+from shardproof.rl.checks import load_tokenizer, make_lora
 from shardproof.rl.proofs import Ledger, proved_load
 from shardproof.shard.load import load
 from shardproof.shard.sharded_model import ShardedModel
@@ -21,7 +23,7 @@ from shardproof.train.optim import make_optimizer
 from shardproof.train.schedules import make_schedule
 from shardproof.train.trainer import Trainer
 from shardproof.user_code import is_user_name
-from shardproof.weights.source import RandomInit
+from shardproof.weights.source import RandomInit, find_folder
 
 
 def load_role(
@@ -70,6 +72,32 @@ def load_role(
         roots = (module for module in loaded.module.modules() if isinstance(module, RoleModule))
         make_exact(loaded.model, loaded.device, *roots)
     return loaded
+
+
+def check_vocabularies(recipe: Recipe, tokenizer: Any) -> None:
+    """Raise if a reference or a critic of its own gives tokens other numbers than the policy, whose `tokenizer` this is.
+
+    Both read the policy's tokens by their numbers. Tokens that only one of the two knows are let pass, and so are models
+    whose tokenizer cannot be read here: a folder of weights needs none.
+    """
+    known = tokenizer.get_vocab()
+    for role, section in (("reference", recipe.reference), ("critic", recipe.critic)):
+        path = section.path if section is not None else None
+        folder = find_folder(path, None) if path is not None and path != recipe.model.path else None
+        if folder is None:
+            continue
+        try:
+            theirs = load_tokenizer(folder, recipe.model.trust_remote_code).get_vocab()
+        except ShardproofError:
+            continue
+        different = sorted(token for token, number in known.items() if theirs.get(token, number) != number)
+        if different:
+            token = different[0]
+            message = (
+                f"{len(different)} tokens have other numbers in the tokenizer of {path!r}: {token[:40]!r} is "
+                f"{known[token]} for the policy and {theirs[token]} for the {role}, which reads the policy's numbers."
+            )
+            raise fail("R513", role, message, fix=f"use a {role} that has the policy's tokenizer")
 
 
 def make_trainer(recipe: Recipe, model: ShardedModel, lr: float | None) -> Trainer:

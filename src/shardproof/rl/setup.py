@@ -31,7 +31,7 @@ from shardproof.rl.engines import make_engine, make_sampling, sleeps
 from shardproof.rl.finished import FinishedBuffer
 from shardproof.rl.given_data import make_offline
 from shardproof.rl.inputs import read_inputs
-from shardproof.rl.models import load_role, make_trainer
+from shardproof.rl.models import check_vocabularies, load_role, make_trainer
 from shardproof.rl.offline import OfflineData
 from shardproof.rl.proofs import Ledger
 from shardproof.rl.reward_models import RewardModels, load_reward_models
@@ -188,6 +188,8 @@ def _load_models(
     recipe: Recipe, inputs: Inputs, algorithm: Algorithm, ledger: Ledger | None, step: int
 ) -> _Models:
     """Load every role that a run needs. Collective: every rank."""
+    with together("settings"):
+        check_vocabularies(recipe, inputs.tokenizer)
     load = partial(load_role, recipe, config=inputs.config, ledger=ledger, step=step)
     policy = load(None, algorithm.spec.role)
     if algorithm.spec.role == REWARD:
