@@ -120,6 +120,8 @@ def test_a_clean_recipe_passes_and_is_printed():
             "R513 reference: 12 tokens have other numbers",
         ),
         (["algorithm.name=ppo", f"critic.path={AGENT}"], "R513 critic: 12 tokens have other numbers"),
+        (["algorithm.kl_coef=0.1", "reference.path={bare}"], "bare holds no safetensors file"),
+        (["algorithm.name=ppo", "critic.path={bare}"], "bare holds no safetensors file"),
         (["output.folder={other}"], "was started with other settings: "),
     ],
 )
@@ -132,7 +134,10 @@ def test_a_dry_run_finds_it_and_exits_with_2(tmp_path, overrides, message):
         "empty": write_rows(tmp_path / "empty.jsonl", []),
         "long": write_rows(tmp_path / "long.jsonl", [{"prompt": "1" * 80, "answer": "1"}]),
         "other": other,
+        "bare": tmp_path / "bare",
     }
+    (tmp_path / "bare").mkdir()
+    shutil.copy(AGENT / "config.json", tmp_path / "bare")
     code, output = dry_run(*(o.format(**places) if "{name" not in o else o for o in overrides))
     assert code == 2, output
     assert message in output

@@ -6,7 +6,7 @@ from typing import Any
 
 from shardproof.config.schema import Recipe
 from shardproof.model.inventory import take_inventory
-from shardproof.model.roles import REWARD, TEACHER
+from shardproof.model.roles import CRITIC, REFERENCE, REWARD, TEACHER
 from shardproof.model.skeleton import build_skeleton
 from shardproof.rl.checks import load_tokenizer, model_folder
 from shardproof.rl.models import check_vocabularies
@@ -18,6 +18,9 @@ from shardproof.weights.source import resolve_folder
 
 def check_judges(recipe: Recipe, tokenizer: Any) -> None:
     """Raise if a model beside the policy lacks what it needs; `tokenizer` is the policy's. A server is not asked."""
+    for role, section in ((REFERENCE, recipe.reference), (CRITIC, recipe.critic)):
+        if section is not None and section.path is not None:
+            _check_files(section.path, role, recipe.model.trust_remote_code)
     check_vocabularies(recipe, tokenizer)
     for each in recipe.reward.models if recipe.reward is not None else ():
         read_tokenizer(each)
