@@ -217,6 +217,16 @@ def test_a_recorded_recipe_has_the_values_and_shows_what_differs_from_its_preset
     assert changed == {"algorithm.name", "algorithm.preset", "algorithm.scale"}
 
 
+def test_of_an_entry_what_differs_from_its_own_defaults_is_shown():
+    functions = "[{name='exact_match'}, {name='numeric', weight=0.5, label='number'}]"
+    sets = "[{name='other', source='rows.jsonl', samples=4}]"
+    recipe = load_recipe(TINY, [f"reward.functions={functions}", f"evaluation.sets={sets}"])
+    changed = differences_from_defaults(recipe)
+    shown = [{"name": "exact_match"}, {"name": "numeric", "weight": 0.5, "label": "number"}]
+    assert changed["reward.functions"]["value"] == shown
+    assert set(changed["evaluation.sets"]["value"][0]) == {"name", "source", "samples"}
+
+
 def table_row(name, preset):
     """A row of docs/presets.md."""
     s = Algorithm(name=name, preset=preset)

@@ -49,7 +49,7 @@ def _defaults(section: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON can hold it."""
+    """A value as JSON can hold it; of the entries of a list what differs from their own defaults."""
     if isinstance(value, BaseModel):
-        return value.model_dump(mode="json")
+        return value.model_dump(mode="json", exclude_defaults=True)
     return [_plain(each) for each in value] if isinstance(value, (list, tuple)) else value
