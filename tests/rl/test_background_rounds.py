@@ -103,6 +103,24 @@ def test_a_resumed_run_goes_on_with_the_tokens_that_were_drawn(tmp_path, drawn, 
     assert rest["started"] == (STEPS - 2) * NUM * SIZE - complete, "nothing that was complete is made again"
 
 
+def test_a_resumed_run_asks_again_for_rewards_that_failed_and_draws_nothing_again(tmp_path):
+    down = tmp_path / "down"
+    down.write_text("even")
+    entry = f"name='tests.rl.user_rewards:needs_a_service', options={{down='{down}'}}"
+    reward = f"reward.functions=[{{{entry}}}]"
+    recipe = recipe_of(tmp_path / "run", 2, "output.save_every=1", "optimizer.schedule=constant", reward)
+    (first,) = run_ranks(1, run_and_note, recipe, None, 2)
+    assert all(metrics["reward/failed"] for metrics in first["metrics"])
+    rows = lines(tmp_path / "run/checkpoints/step-00000002/trajectories-0.jsonl")
+    drawn = [row for row in rows if "trajectory" in row or row["begun"]]
+    assert any(row["trajectory"]["reward"]["failures"] for row in drawn if "trajectory" in row)
+    down.unlink()
+    (rest,) = run_ranks(1, run_and_note, recipe)
+    assert not any(metrics["reward/failed"] for metrics in rest["metrics"])
+    assert rest["started"] == (STEPS - 2) * NUM * SIZE - len(drawn), "what was drawn is not drawn again"
+    assert rest["checks"] == STEPS - 2
+
+
 def test_of_ranks_that_share_sequences_the_first_samples_for_all(tmp_path, drawn):
     recipe = recipe_of(tmp_path, 1, "model.sequence_parallel=2", "train.steps=2", "output.eval_every=2")
     ranks = run_ranks(2, run_and_note, recipe)

@@ -32,13 +32,18 @@ def recipe_of(folder: Path, ahead: int, *overrides: str) -> str:
 def run_and_note(
     recipe: str, options: dict[str, Any] | None = None, end: tuple[str, int] | None = None
 ) -> list[list[tuple[str, int, int | None]]]:
-    """Each step's (prompt, group, version) on this rank. `end` ends the run in a step, by a signal or an error."""
+    """Each step's (prompt, group, version) on this rank.
+
+    `end` ends the run in a step, by a signal or an error, or makes the rewards of what is sampled from then on fail.
+    """
     from shardproof.rl import loop
     from shardproof.rl.stopping import Stopped
 
     collect, steps = loop.collect, []
 
     def note(*given: Any, step: int, **settings: Any) -> Any:
+        if end == ("down", step):
+            Path(from_json(recipe).reward.functions[0].options["down"]).touch()
         experience = collect(*given, step=step, **settings)
         if end == ("error", step):
             raise RuntimeError("the test ends the run")
@@ -204,3 +209,33 @@ def test_other_data_begin_where_the_rounds_of_the_buffer_began(whole, tmp_path):
     found = [prompt for made in prompts_of(steps) for prompt in made]
     assert len(found) == 18 and set(found) <= {row["prompt"] for row in rows}
     assert comparable(lines(folder / "metrics.jsonl")[-1]["metrics"])["version"] == STEPS
+
+
+@TWO
+def test_rewards_that_failed_are_asked_for_again(whole, tmp_path):
+    """What was sampled ahead while they failed ended the run, and does not end it again once they are repaired."""
+    ahead, before, _ = whole
+    down, module = tmp_path / "down", "tests.rl.user_rewards"
+    entry = f"name='{module}:needs_a_service', label='{module}:even_answer', options={{down='{down}'}}"
+    recipe = recipe_of(tmp_path / "run", ahead, f"reward.functions=[{{{entry}}}]")
+    (outcome,) = run_ranks_outcomes(1, run_and_note, recipe, None, ("down", 1))
+    assert "R504 reward: the whole batch failed" in outcome[2] and "the service is down" in outcome[2]
+    assert len(trajectory(tmp_path / "run")) == 1 + ahead
+    down.unlink()
+    run_ranks(1, run_and_note, recipe)
+    same_end(tmp_path / "run", before)
+
+
+@TWO
+def test_other_rewards_score_what_was_sampled_before(whole, tmp_path):
+    ahead, before, prompts = whole
+    folder = shutil.copytree(before, tmp_path / "run")
+    options = {"from_step": 2, "allow": ("reward.functions",)}
+    recipe = recipe_of(folder, ahead, "reward.functions=[{name='exact_match', weight=2}]")
+    (steps,) = run_ranks(1, run_and_note, recipe, options)
+    assert prompts_of(steps) == prompts[2:]
+    versions = [{version for *_, version in made} for made in steps]
+    assert versions == [{max(step - ahead, 0)} for step in range(2, STEPS)], "nothing was sampled again"
+    for metrics in trajectory(folder)[2:]:
+        assert metrics["reward/mean"] == pytest.approx(2 * metrics["reward/exact_match"])
+        assert not any("even_answer" in name for name in metrics)

@@ -84,3 +84,11 @@ def silent_on_even_answers(prompt: str, completion: str, row: dict[str, Any]) ->
 
 def silent(prompt: str, completion: str, row: dict[str, Any]) -> float | None:
     return None
+
+
+def needs_a_service(prompt: str, completion: str, row: dict[str, Any], down: str) -> float:
+    """`even_answer`; fails while the file `down` is there, on all answers, or only on even ones if it says "even"."""
+    file = Path(down)
+    if file.exists() and (file.read_text() != "even" or completion.endswith(EVEN)):
+        raise ConnectionError("the service is down")
+    return even_answer(prompt, completion, row)

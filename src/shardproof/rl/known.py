@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from shardproof.rollout.experts import Experts
@@ -25,6 +25,19 @@ class Known:
         if self.trajectory is not None:
             return self.trajectory.sampled
         return () if self.begun is None else (self.begun,)
+
+    @property
+    def drawn(self) -> Segment | None:
+        """What was drawn of its only turn; None of a conversation, whose environment would begin anew."""
+        made = self.trajectory
+        if made is None:
+            return self.begun
+        return None if made.ended or len(made.sampled) != 1 else made.sampled[0]
+
+    def unscored(self) -> Known:
+        """The same, to be scored again."""
+        made = self.trajectory
+        return self if made is None else replace(self, trajectory=replace(made, reward=None))
 
     def to_json(self) -> dict[str, Any]:
         """Plain lists, numbers and text; `from_json` gives the same back."""

@@ -218,7 +218,8 @@ class BackgroundRound(Round):
                 self._found[place] = known.trajectory
             else:
                 self._places.append(place)
-                missing.append(replace(start, begun=known.begun))
+                missing.append(replace(start, begun=known.drawn))
+                self.ledger.put(start.group, start.sample, ())  # what was drawn is recorded as it is taken up
         background = self.means.background
         assert background is not None, "the engine answers in the background"
         with together("rollout"):  # a thread may not be had on one rank

@@ -1,13 +1,16 @@
 """The buffer in a checkpoint: its rounds in the state, and each rank's trajectories in a file of their own.
 
 Any number of ranks reads what any other wrote: a trajectory is known by the step that it was drawn for, its group and its
-place in the group. What was not complete begins again, with the same prompt and seed.
+place in the group. What was not complete begins again, with the same prompt and seed. What reward functions failed at,
+or what others have scored, is scored again.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from shardproof.errors import fail
@@ -19,6 +22,8 @@ from shardproof.rl.rounds import Drawn, Round
 FILE_PREFIX = "trajectories-"
 _DIGEST_CHARACTERS = 16
 
+_Key = tuple[int, int, int]  # of a trajectory: the step that it was drawn for, group and sample
+
 
 def describe_buffer(buffer: Buffer) -> dict[str, Any]:
     """What a checkpoint's state says of the buffer: the same on every rank, and JSON-able."""
@@ -26,6 +31,7 @@ def describe_buffer(buffer: Buffer) -> dict[str, Any]:
         "order": buffer.order,
         "versions": buffer.versions.to_json(),
         "num_drawn": sorted(buffer.num_drawn.items()),
+        "rewards": _digest_of_rewards(buffer),
         "rounds": [_describe(each) for each in buffer.rounds],
     }
 
@@ -70,7 +76,8 @@ def restore_buffer(buffer: Buffer, described: Mapping[str, Any], files: Mapping[
             "which they were drawn, some of them would be lost."
         )
         raise fail("C006", "resume", message, fix="resume with rollout.order='finished'")
-    known = _read(files)
+    mine = _digest_of_rewards(buffer)
+    known = _to_go_on_with(_read(files), described.get("rewards", mine) == mine)
     buffer.num_drawn = num_drawn
     buffer.rounds = [
         buffer.make_round(
@@ -78,6 +85,33 @@ def restore_buffer(buffer: Buffer, described: Mapping[str, Any], files: Mapping[
         )
         for step, prompts in rounds
     ]
+
+
+def _to_go_on_with(known: Mapping[_Key, Known], are_same: bool) -> dict[_Key, Known]:
+    """What a run goes on with; `are_same`: its reward functions are those that scored what is known.
+
+    What failed may have ended the run, and would end it again whatever was repaired: rewards that failed are asked for
+    again, and a round of which every conversation's environment failed begins again.
+    """
+    complete = {key: each.trajectory for key, each in known.items() if each.trajectory is not None}
+    alive = {step for (step, *_), made in complete.items() if made.ended != "failed"}
+    kept = {key: each for key, each in known.items() if key not in complete or key[0] in alive}
+    asks = {
+        key
+        for key, made in complete.items()
+        if made.ended != "failed" and made.reward is not None and (made.reward.failures or not are_same)
+    }
+    return {key: each.unscored() if key in asks else each for key, each in kept.items()}
+
+
+def _digest_of_rewards(buffer: Buffer) -> str:
+    """What stands for the reward functions, with all that changes what they say or what it counts."""
+    rewards = buffer.means.sampler.rewards
+    specs = [asdict(spec) for spec in rewards.specs] if rewards is not None else []
+    for spec in specs:
+        del spec["batch_size"], spec["concurrency"]
+    text = json.dumps(specs, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:_DIGEST_CHARACTERS]
 
 
 def _describe(each: Round) -> dict[str, Any]:
@@ -101,9 +135,9 @@ def _are_same(prompts: Sequence[Prompt], drawn: Sequence[Drawn], digests: Sequen
     )
 
 
-def _read(files: Mapping[str, bytes]) -> dict[tuple[int, int, int], Known]:
+def _read(files: Mapping[str, bytes]) -> dict[_Key, Known]:
     """{(step, group, sample): trajectory} of all ranks' files."""
-    known: dict[tuple[int, int, int], Known] = {}
+    known: dict[_Key, Known] = {}
     for name, content in sorted(files.items()):
         for number, line in enumerate(content.splitlines(), 1):
             try:
