@@ -92,3 +92,8 @@ def needs_a_service(prompt: str, completion: str, row: dict[str, Any], down: str
     if file.exists() and (file.read_text() != "even" or completion.endswith(EVEN)):
         raise ConnectionError("the service is down")
     return even_answer(prompt, completion, row)
+
+
+def of_this_rank(prompt: str, completion: str, row: dict[str, Any]) -> float:
+    """Another value for each rank that asks, and for most completions."""
+    return os.getppid() + varied(prompt, completion, row)

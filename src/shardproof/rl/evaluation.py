@@ -49,7 +49,7 @@ def evaluate(sampler: Sampler, task: HeldOutTask, step: int, share: Share) -> di
         # A step number that training never has keeps evaluation's draws apart from training's.
         trajectories = sampler.roll_out(mine, task.num_samples, -1 - step, task.sampling, pending)
         check_usable(trajectories, sampler.versions, 0)
-        rewards = sampler.judged(trajectories, result_together(pending, trajectories))
+        rewards = sampler.judged(trajectories, result_together(pending, trajectories, sampler.share))
     trajectories = [replace(made, reward=reward) for made, reward in zip(trajectories, rewards, strict=True)]
     metrics, _ = _measure(trajectories, task, sampler, share)
     return metrics

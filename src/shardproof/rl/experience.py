@@ -108,7 +108,13 @@ def _sample(buffer: Buffer, scorers: Scorers, algorithm: Algorithm, step: int) -
             trained = sequences_of(each for each in fresh if not buffer.means.is_greedy(each))
             seen.batch = scorers.scored(make_batch(trained, scorers.replay), algorithm.columns)
         fresh, seconds = await_rewards(
-            fresh, taken.rewards, sampler.rewards.noticed, algorithm, sampler.judged, sampler.shaped
+            fresh,
+            taken.rewards,
+            sampler.rewards.noticed,
+            algorithm,
+            sampler.judged,
+            sampler.shaped,
+            sampler.share,
         )
         greedy = [each for each in fresh if buffer.means.is_greedy(each)]
         fresh = with_greedy([each for each in fresh if not buffer.means.is_greedy(each)], greedy)

@@ -86,7 +86,7 @@ def _counts(run: Run, num_samples: int) -> dict[int, tuple[int, int]]:
         mine = [(number, run.prompts[number]) for number in share.of(numbers)]
         with sampler.pending() as pending:
             made = sampler.roll_out(mine, num_samples, -1, run.sampling, pending)
-            rewards = sampler.judged(made, result_together(pending, made))
+            rewards = sampler.judged(made, result_together(pending, made, sampler.share))
         found: dict[int, list[int]] = {number: [0, 0] for number, _ in mine}
         for each in (replace(one, reward=reward) for one, reward in zip(made, rewards, strict=True)):
             if each.reward is not None and each.reward.counts:

@@ -8,6 +8,8 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch.distributed as dist
+
 from shardproof.bounds import require_number
 from shardproof.rl.algorithms.base import Algorithm
 from shardproof.rl.conversations.measures import NAME, reward_sample
@@ -40,6 +42,7 @@ class Sampler:
     versions: Versions = field(default_factory=Versions)  # that the engine was handed
     models: RewardModels | None = None  # that score conversations when they are there
     asks: str | None = None  # the rows' column that reward models read the prompt from
+    share: int = 1  # ranks that have the same trajectories, of which the first asks reward functions for all
 
     def pending(self) -> PendingRewards:
         """Rewards of trajectories still to be sampled."""
@@ -125,8 +128,9 @@ class Sampler:
         with self.lending():
             for ready in self._finished(starts, sampling, ledger):
                 scored = {k: t for k, t in ready if t.ended != "failed"}
-                samples = [reward_sample(t, starts[k].prompt.row) for k, t in scored.items()]
-                pending.add(samples, [k if places is None else places[k] for k in scored])
+                if dist.get_rank() % self.share == 0:
+                    samples = [reward_sample(t, starts[k].prompt.row) for k, t in scored.items()]
+                    pending.add(samples, [k if places is None else places[k] for k in scored])
                 found |= dict(ready)
         return [found[k] for k in range(len(starts))]
 
@@ -162,14 +166,16 @@ def await_rewards(
     algorithm: Algorithm | None = None,
     judged: Callable[[Sequence[Trajectory], list[Reward]], list[Reward]] | None = None,
     shaped: Callable[[Sequence[Trajectory]], Sequence[Trajectory]] = list,
+    share: int = 1,
 ) -> tuple[list[Trajectory], float]:
     """(the trajectories with their rewards and the algorithm's penalties, the seconds that were spent waiting).
 
     `find` waits for the rewards and returns them; `noticed` are the kinds of failures that were shown; `judged` adds what
-    reward models say; `shaped` decides what is learned from if that is not the total. Collective: every rank.
+    reward models say; `shaped` decides what is learned from if that is not the total; `share` ranks have the same
+    trajectories. Collective: every rank.
     """
     started = time.perf_counter()
-    rewards = rewards_together(find, noticed)
+    rewards = rewards_together(find, noticed, share)
     if judged is not None:
         rewards = judged(trajectories, rewards)
     waited_s = time.perf_counter() - started

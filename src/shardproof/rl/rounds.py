@@ -154,8 +154,9 @@ class SampledRound(Round):
         self._pending = sampler.pending()
         found = {k: made for k, start in enumerate(starts) if (made := self.complete(start)) is not None}
         unscored = {k: made for k, made in found.items() if made.reward is None and made.ended != "failed"}
-        samples = [reward_sample(made, starts[k].prompt.row) for k, made in unscored.items()]
-        self._pending.add(samples, list(unscored))
+        if self.means.leads:
+            samples = [reward_sample(made, starts[k].prompt.row) for k, made in unscored.items()]
+            self._pending.add(samples, list(unscored))
         if self._is_incomplete:
             places = [k for k in range(len(starts)) if k not in found]
             missing = [starts[k] for k in places]
@@ -177,6 +178,9 @@ class SampledRound(Round):
         return self._made
 
     def rewards(self) -> list[Reward]:
+        """Of ranks that share sequences the first one has them, and hands them to the others: `rewards_together`."""
+        if self._rewards is None and not self.means.leads:
+            self._rewards = []
         if self._rewards is None:
             assert self._pending is not None, "the round is begun"
             masks = self.means.sampler.masks_truncated

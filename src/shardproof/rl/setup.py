@@ -241,7 +241,7 @@ def _make_sampler(
     rewards = None
     try:
         with together("reward"):
-            rewards = make_rewards(recipe, dist.get_world_size())
+            rewards = make_rewards(recipe, dist.get_world_size() // policy.model.sequence_parallel)
     except BaseException:
         if rewards is not None:
             rewards.close()
@@ -262,6 +262,7 @@ def _make_sampler(
         lending,
         models=models,
         asks=recipe.data.prompt_column if models is not None else None,
+        share=policy.model.sequence_parallel,
     )
 
 

@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+from shardproof.config.load import from_json
+from shardproof.rollout.trajectory import reward_of
 from tests.ranks import run_ranks
 from tests.rl.rewards.judge_server import JudgeServer
 from tests.rl.runs import lines, run_recipe, small_recipe, trajectory
@@ -77,3 +79,29 @@ def test_a_judge_a_program_and_a_format_score_one_run(tmp_path):
     assert 0 <= metrics["reward/judge/cached"] < 1 and metrics["reward/judge/tokens"] == 30
     assert 0 <= metrics["reward/length"] <= 1 and -1 <= metrics["reward/short"] <= 0
     assert [*(tmp_path / "judge").rglob("*.json")]
+
+
+def totals(recipe):
+    """On a rank: each step's rewards."""
+    from shardproof.rl import loop
+
+    collect, found = loop.collect, []
+
+    def note(*given, **settings):
+        experience = collect(*given, **settings)
+        found.append([reward_of(made).total for made in experience.trajectories])
+        return experience
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "collect", note)
+        loop.train(from_json(recipe))
+    return found
+
+
+def test_ranks_that_share_sequences_learn_from_the_same_rewards(tmp_path):
+    """The first one asks: what is asked twice may say two things, and one rank may have time for less."""
+    settings = ["model.sequence_parallel=2", "rollout.ahead=1", "output.save_every=1", "train.steps=2"]
+    functions = f"reward.functions=[{{name='{REWARDS}:of_this_rank'}}]"
+    first, second = run_ranks(2, totals, small_recipe(tmp_path, *settings, functions))
+    assert first == second and [len(step) for step in first] == [24, 24]
+    assert all(len(set(step)) > 1 and len(set(map(int, step))) == 1 for step in first)

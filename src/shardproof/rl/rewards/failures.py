@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
 
 import torch.distributed as dist
 
-from shardproof.dist.collectives import together
+from shardproof.dist.collectives import exchange_among, together
 from shardproof.errors import fail
 from shardproof.rl.conversations.measures import NAME, all_rewards
 from shardproof.rl.rewards.runner import PendingRewards
@@ -23,15 +24,24 @@ SILENT = "no signal"  # among the kinds that were noticed
 _TURN = re.compile(r"turn [0-9]+: ")  # how an environment's errors begin, whatever failed
 
 
-def result_together(pending: PendingRewards, trajectories: Sequence[Trajectory]) -> list[Reward]:
+def result_together(
+    pending: PendingRewards, trajectories: Sequence[Trajectory], share: int = 1
+) -> list[Reward]:
     """The rewards of this rank's trajectories, environments' included: see `rewards_together`. Collective: every rank."""
-    return rewards_together(lambda: all_rewards(trajectories, pending.result(), masks=False), pending.noticed)
+
+    def find() -> list[Reward]:
+        leads = dist.get_rank() % share == 0
+        return all_rewards(trajectories, pending.result(), masks=False) if leads else []
+
+    return rewards_together(find, pending.noticed, share)
 
 
-def rewards_together(find: Callable[[], list[Reward]], noticed: set[str]) -> list[Reward]:
+def rewards_together(find: Callable[[], list[Reward]], noticed: set[str], share: int = 1) -> list[Reward]:
     """The rewards that `find` waits for. Rank 0 shows failures of a kind that is not among those `noticed` yet.
 
-    If a rank's `find` raises, or every sample of every rank failed, all ranks raise.
+    Of `share` ranks that have the same trajectories, what the first one found counts: a function that is asked twice may
+    say two things, and a group's ranks must train on the same. If a rank's `find` raises, or every sample of every rank
+    failed, all ranks raise.
 
     Collective: every rank.
     """
@@ -50,6 +60,9 @@ def rewards_together(find: Callable[[], list[Reward]], noticed: set[str]) -> lis
             f"the whole batch failed, no sample has a reward: {'; '.join(errors[:3])}.",
             fix=f"repair the {NAME if of_environment else 'reward'}, or the data that it reads",
         )
+    if share > 1:
+        (first, *_) = exchange_among([asdict(one) for one in scored], share)
+        scored = [Reward.from_json(one) for one in first]
     return scored
 
 
