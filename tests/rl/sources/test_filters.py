@@ -186,6 +186,11 @@ def test_a_rows_own_sampling_is_read_where_the_recipe_allows_it(tmp_path):
     assert [prompt.sampling for prompt in inputs.prompts] == [None, {"top_k": 3}, None]
     said = refused(tmp_path, 'rollout.row_overrides=["min_p"]', rows=rows)
     assert "sums.jsonl:2: column 'sampling': 'top_k' is not in rollout.row_overrides" in said
+    # What may follow is shown as it is checked.
+    most = ("rollout.max_new_tokens=62", "data.evaluation=none", "output.eval_every=0")
+    own = [{**SUMS[0], "sampling": {"max_new_tokens": 3}}]
+    recipe, inputs = read(tmp_path, *most, "rollout.row_overrides=['max_new_tokens']", rows=own)
+    assert summarise(recipe, inputs, "train", 0)["sets"]["train"]["longest"] == 7
 
 
 def test_lengths_in_numbers():

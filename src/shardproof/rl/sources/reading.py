@@ -232,8 +232,8 @@ def is_sampled(recipe: Recipe, is_training: bool) -> bool:
     return recipe.reward is not None or recipe.environment is not None
 
 
-def _following(recipe: Recipe, prompt: Prompt, most: int) -> int:
-    """How many tokens may follow a prompt; `most`: how many are sampled, if its row does not say."""
+def num_following(recipe: Recipe, prompt: Prompt, most: int) -> int:
+    """How many tokens may follow a prompt; `most`: how many are sampled, if its row does not say, 0 for none."""
     sampled = 0
     if most:
         sampled = (prompt.sampling or {}).get("max_new_tokens", most) + len(prompt.asked) - len(prompt.tokens)
@@ -253,7 +253,7 @@ def _without_long(
         num = len(prompt.tokens)
         if longest is not None and num > longest:
             reading.dropped[f"longer than data.max_prompt_tokens={longest}"] += 1
-        elif context is not None and num + _following(recipe, prompt, most) > context:
+        elif context is not None and num + num_following(recipe, prompt, most) > context:
             reading.dropped[f"too long for {context} positions"] += 1
         else:
             kept.append(prompt)
@@ -265,8 +265,8 @@ def _require_room(recipe: Recipe, source: str, prompts: Sequence[Prompt], limits
     limit, key = limits.context, limits.length_key
     if limit is None:
         return
-    longest = max(prompts, key=lambda prompt: len(prompt.tokens) + _following(recipe, prompt, most))
-    num, following = len(longest.tokens), _following(recipe, longest, most)
+    longest = max(prompts, key=lambda prompt: len(prompt.tokens) + num_following(recipe, prompt, most))
+    num, following = len(longest.tokens), num_following(recipe, longest, most)
     if num + following > limit:
         after = _after_text(recipe)
         given = max(len(longest.completion), len(longest.rejected))

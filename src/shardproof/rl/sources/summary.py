@@ -15,7 +15,7 @@ from shardproof.rl.checks import Inputs
 from shardproof.rl.data import Prompt
 from shardproof.rl.sources.given import given_kind, label_of, margin_of
 from shardproof.rl.sources.pass_rates import key_of
-from shardproof.rl.sources.reading import is_sampled
+from shardproof.rl.sources.reading import is_sampled, num_following
 from shardproof.rl.sources.streams import make_stream
 from shardproof.rl.templates import panics_as_errors
 
@@ -54,10 +54,7 @@ def summarise(recipe: Recipe, inputs: Inputs, split: str, num_rows: int) -> dict
                 "rows": len(prompts),
                 "dropped": dict(inputs.dropped.get(keys[name], {})),
                 **_facts(prompts, _is_scored(recipe)),
-                "longest": max(
-                    _length(each, followed[name] if is_sampled(recipe, name == TRAIN) else 0)
-                    for each in prompts
-                ),
+                "longest": _longest(recipe, prompts, followed[name] * is_sampled(recipe, name == TRAIN)),
             }
             for name, prompts in sets.items()
         },
@@ -79,8 +76,9 @@ def _label(name: str) -> str:
     return f"eval/{name}" if name in (TRAIN, EVALUATION) else name or EVALUATION
 
 
-def _length(prompt: Prompt, sampled: int) -> int:
-    return len(prompt.tokens) + max(len(prompt.completion), len(prompt.rejected), sampled)
+def _longest(recipe: Recipe, prompts: Sequence[Prompt], sampled: int) -> int:
+    """The most tokens of a prompt and what may follow it, as the room for it is checked before a run."""
+    return max(len(each.tokens) + num_following(recipe, each, sampled) for each in prompts)
 
 
 def _facts(prompts: Sequence[Prompt], is_scored: bool) -> dict[str, Any]:
