@@ -99,11 +99,17 @@ def test_schedules_that_cannot_be(kind, options, word):
         ({"name": "torch.optim:SGD", "eps": 1e-6}, "set it in options"),
         ({"eps": -1e-9}, "eps"),
         ({"final_ratio": 0.1, "warmup_steps": 3}, "final_ratio is for a schedule that falls: set schedule"),
+        ({"warmup_from_zero": True}, "warmup_from_zero is for a warm-up: set warmup_steps or warmup_ratio"),
     ],
 )
 def test_sections_that_cannot_be(keys, word):
     with pytest.raises(ValueError, match=word):
         Optimizer(**keys)
+
+
+def test_a_warm_up_that_is_switched_off_may_keep_where_it_began():
+    settings = Optimizer(warmup_steps=0, warmup_from_zero=True)
+    assert Optimizer(**settings.model_dump()) == settings
 
 
 @pytest.mark.parametrize(

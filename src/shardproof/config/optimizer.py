@@ -105,6 +105,8 @@ class Optimizer(Section):
     def _schedule_fits(self) -> Optimizer:
         if self.warmup_steps and self.warmup_ratio:
             raise ValueError("warmup_steps and warmup_ratio exclude each other: give one of the two")
+        if self.warmup_from_zero and not self.model_fields_set & {"warmup_steps", "warmup_ratio"}:
+            raise ValueError("warmup_from_zero is for a warm-up: set warmup_steps or warmup_ratio")
         if self.final_ratio and "schedule" not in self.model_fields_set:
             raise ValueError("final_ratio is for a schedule that falls: set schedule, such as to 'cosine'")
         if self.schedule == "wsd":
