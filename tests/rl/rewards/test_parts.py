@@ -2,15 +2,21 @@
 
 import asyncio
 import dataclasses
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from shardproof.config.load import load_recipe
+from shardproof.config.load import from_json, load_recipe
 from shardproof.config.roles import RESERVED
 from shardproof.config.schema import Reward as Section
+from shardproof.environments.protocol import Opening, Reply
+from shardproof.environments.spec import EnvironmentFacts
 from shardproof.errors import ConfigError
+from shardproof.rl.conversations import prepare
+from shardproof.rl.conversations.measures import with_environment
+from shardproof.rl.conversations.steps import begin
 from shardproof.rl.experience_metrics import Success, value_of
 from shardproof.rl.rewards.calling import Function, Outcome
 from shardproof.rl.rewards.from_recipe import spec_of
@@ -18,8 +24,9 @@ from shardproof.rl.rewards.measures import part_metrics, reward_facts
 from shardproof.rl.rewards.parts import clipped, normalised_each, summed, with_part
 from shardproof.rl.rewards.runner import RewardRunner, Shaping
 from shardproof.rl.rewards.specs import RewardSpec
-from shardproof.rollout.trajectory import Reward, Trajectory
-from tests.rl.runs import TINY
+from shardproof.rollout.trajectory import Reward, Segment, Trajectory
+from tests.rl.background_parts import make_rules, starts_from
+from tests.rl.runs import TINY, small_recipe
 
 SPECS = [RewardSpec("a", 2.0), RewardSpec("b", 0.5), RewardSpec("watched", 0.0)]
 
@@ -301,3 +308,34 @@ def test_a_function_that_changes_its_rows_has_a_say_about_them_all_the_same():
     assert found == [Outcome(1.0), Outcome(None), Outcome(2.0)]
     asked = Function(later, RewardSpec("m:f", only=only))
     assert asyncio.run(asked.later([("", "", {"kind": "a"})])) == [Outcome(1.0)]
+
+
+@pytest.mark.parametrize(
+    ("given", "rules", "silent"),
+    [
+        (None, {"speaks": False}, True),  # tools that only answer: the functions alone decide
+        (0.0, {"speaks": False}, False),
+        (None, {}, False),  # of a game, nothing is 0
+        (1.0, {"reward_weight": 0.0}, True),  # it is only measured
+    ],
+)
+def test_an_environment_without_rewards_does_not_speak_for_functions_that_are_silent(given, rules, silent):
+    conversation = begin(starts_from([{}])[0], make_rules(**rules))
+    conversation.begin(Opening(), 8)
+    said = Segment((97, 1), "policy", (-1.0, -1.0), 0)
+    conversation.take(conversation.current.extended(said, True), 8)
+    conversation.answer(Reply(reward=given, done=True), 8)
+    made = conversation.result()
+    found = with_environment(made, Reward(0.0, no_signal=("a",), silent=True), False)
+    assert (found.silent, found.known) == (silent, not silent)
+    assert with_environment(made, Reward(0.5, {"a": 0.5}), False).known
+    assert with_environment(made, Reward(0.0), False).known, "no function counts"
+
+
+def test_of_the_environments_tools_alone_have_nothing_to_say_without_rewards(tmp_path):
+    facts = EnvironmentFacts(("user",), (), True)
+    for name, speaks in (("tools", False), ("game:Game", True)):
+        options = ('environment.tools={functions=["a:b"]}',) if name == "tools" else ()
+        recipe = from_json(small_recipe(tmp_path, f"environment.name={name}", *options))
+        tokenizer = SimpleNamespace(eos_token_id=1)
+        assert prepare.make_rules(recipe, tokenizer, False, facts, Opening(), None).speaks == speaks

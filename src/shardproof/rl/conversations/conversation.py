@@ -35,6 +35,7 @@ class Rules:
     filler: tuple[int, ...]  # stands for the prompt of a conversation that failed before it had one
     reward_weight: float = 1.0  # of the environment's rewards in the total
     rendering: Rendering = field(default_factory=Rendering)  # the system prompt, and the template's variables
+    speaks: bool = True  # no reward of the environment is 0; False: it has nothing to say then, as tools have
 
 
 @dataclass
@@ -54,6 +55,7 @@ class Conversation:
     turn: Turn | None = None  # the last one
     turns: list[dict[str, Any]] = field(default_factory=list)
     facts: dict[str, list[float]] = field(default_factory=dict)
+    spoke: bool = False  # the environment gave a reward
 
     @property
     def format(self) -> ChatFormat | PlainFormat:
@@ -130,6 +132,7 @@ class Conversation:
             self._go_on(messages, reply.fresh, max_new_tokens)
 
     def _note(self, reply: Reply, messages: Sequence[Message]) -> None:
+        self.spoke |= reply.reward is not None
         reward = 0.0 if reply.reward is None else float(reply.reward)
         if not math.isfinite(reward):
             raise ValueError(f"the reward is {reward}, which is not a finite number")
@@ -199,11 +202,17 @@ class Conversation:
         """The conversation as it is trained on and shown."""
         sequences = [*self.earlier, self.current]
         first = sequences[0].segments[0].tokens
+        silent = not (self.rules.reward_weight and (self.rules.speaks or self.spoke))
         facts: dict[str, Any] = {
             **self.current.facts,  # of the engine
             "prompt": self.prompt.text if first == self.prompt.tokens else self.rules.decode(first, False),
             "turns": self.turns,
-            "environment": {"seconds": self.seconds, "facts": self.facts, "error": self.error},
+            "environment": {
+                "seconds": self.seconds,
+                "facts": self.facts,
+                "error": self.error,
+                "silent": silent,
+            },
             **self.prompt.facts,
         }
         text = self._text()

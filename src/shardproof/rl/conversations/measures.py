@@ -14,9 +14,9 @@ NAME = "environment"  # of the environment's part of a reward, and of its metric
 def with_environment(trajectory: Trajectory, scored: Reward, masks: bool) -> Reward:
     """The reward functions' reward with the environment's: the sum over all turns, in the total as it is weighed there.
 
-    A conversation whose environment failed has no reward. With `masks`, one that a limit ended keeps its reward for the
-    metrics and is left out of what is learned: its tokens do not count in the loss, and it is no part of its group's
-    mean and deviation, like those that failed.
+    A conversation whose environment failed has no reward. One is silent if neither has anything to say. With `masks`, one
+    that a limit ended keeps its reward for the metrics and is left out of what is learned: its tokens do not count in
+    the loss, and it is no part of its group's mean and deviation, like those that failed.
     """
     if not trajectory.ended:
         return scored
@@ -29,7 +29,7 @@ def with_environment(trajectory: Trajectory, scored: Reward, masks: bool) -> Rew
         total=scored.total + sum(segment.reward for segment in trajectory.sampled),
         parts={**scored.parts, NAME: sum(turn["reward"] for turn in turns)},
         left_out=masks and trajectory.ended in TRUNCATED,
-        silent=False,
+        silent=scored.silent and trajectory.facts.get(NAME, {}).get("silent", False),
     )
 
 

@@ -116,6 +116,7 @@ def make_rules(
         filler=(end, end),
         reward_weight=settings.reward_weight,
         rendering=rendering,
+        speaks=settings.name != "tools",
     )
 
 
