@@ -29,7 +29,7 @@ def facts(tokens, **changes):
     lengths = {"min": 2, "median": 2.5, "p95": 3, "max": 3}
     sets = {
         "rows": 1200,
-        "dropped": {"no answer": 7},
+        "dropped": {"without an answer": 7},
         "duplicates": 3,
         "prompt_tokens": lengths,
         "longest": 67,
@@ -62,7 +62,7 @@ def test_every_fact_has_its_line():
         "a 600 1.5 50.0% a.csv",
         "Stop tokens: '</s>' (2)",
         "Context: the model has 128 positions; the longest sequence may need 67",
-        "Left out of train: 7 rows no answer",
+        "Left out of train: 7 rows without an answer",
         "In both train and evaluation: 2 prompts, such as '1+1='",
         "1. train, row 42, source a",
         "then up to 64 tokens are sampled, and trained on",

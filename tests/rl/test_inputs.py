@@ -43,7 +43,7 @@ def test_prompts_in_shared_memory_are_those_that_were_put_there():
             True,
             {"a": 2, "b": 1},
             [None, 0.5, 1.0],
-            {"data.train": {"no answer": 2}},
+            {"data.train": {"without an answer": 2}},
         )
     )
     assert offered is not None
@@ -58,7 +58,7 @@ def test_prompts_in_shared_memory_are_those_that_were_put_there():
         and list(found.held_out[""]) == ROWS[:1]
     )
     assert list(found.held_out["other"]) == ROWS[1:] and found.sources == {"a": 2, "b": 1}
-    assert found.rates == [None, 0.5, 1.0] and found.dropped == {"data.train": {"no answer": 2}}
+    assert found.rates == [None, 0.5, 1.0] and found.dropped == {"data.train": {"without an answer": 2}}
     with pytest.raises(IndexError):
         found.prompts[4]
 

@@ -162,7 +162,7 @@ def _notes(facts: Mapping[str, Any]) -> Iterator[Text]:
     yield Text(f"Context: the model {room}; the longest sequence may need {longest:,}")
     for name, each in facts["sets"].items():
         for why, num in each["dropped"].items():
-            yield Text(f"Left out of {name}: {num:,} rows {why}", "yellow")
+            yield Text(f"Left out of {name}: {num:,} row{'s' * (num != 1)} {why}", "yellow")
     for each in facts["shared"]:
         examples = ", ".join(repr(printable(text)) for text in each["examples"])
         message = f"In both train and {each['set']}: {each['rows']:,} prompts, such as {examples}"

@@ -85,7 +85,7 @@ def test_rows_without_an_answer_are_left_out_and_counted(tmp_path, answer):
         tmp_path, rows=rows
     )
     _, inputs = read(tmp_path, "data.no_answer=drop", rows=rows)
-    assert (len(inputs.prompts), inputs.dropped) == (3, {"data.train": {"no answer": 2}})
+    assert (len(inputs.prompts), inputs.dropped) == (3, {"data.train": {"without an answer": 2}})
     assert "holds no rows but 2 without an answer" in refused(tmp_path, "data.no_answer=drop", rows=rows[3:])
 
 

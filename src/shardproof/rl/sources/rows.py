@@ -73,7 +73,7 @@ def _usable(found: Iterable[Place], columns: Columns, dropped: Counter[str]) -> 
                 row[columns.prompt_under] = prompt
             yield place, row
         elif columns.drops_unanswered:
-            dropped["no answer"] += 1
+            dropped["without an answer"] += 1
         else:
             raise unusable(*problem)
 
