@@ -165,6 +165,11 @@ def test_sets_draw_as_they_say_or_as_the_evaluation_or_as_training():
         load_recipe(TINY, [overrides[0], "evaluation.sets=[{name='a', source='x', samples=3}]"])
     )
     assert (greedy.temperature, few.temperature, few.length_key) == (0.0, 1.0, "rollout.max_new_tokens")
+    # What a set that samples reads, the others may have, too.
+    sampled = "evaluation.sets=[{name='a', source='x', samples=2}]"
+    greedy, few = held_out_sets(load_recipe(TINY, [overrides[0], "evaluation.top_p=0.5", sampled]))
+    assert (greedy.temperature, few.temperature, few.top_p) == (0.0, 1.0, 0.5)
+    load_recipe(TINY, [overrides[0], "evaluation.top_p=0.5", "evaluation.temperature=0"])
 
 
 def test_what_is_never_evaluated_asks_for_nothing():
@@ -250,6 +255,14 @@ def test_what_no_reward_speaks_of_has_no_mean_and_is_not_the_best(tmp_path):
             "each row has 8 completions; use eval/avg@8",
         ),
         (["output.eval_every=2", "evaluation.best=eval/maj@1"], "each row has 1 completion"),
+        (
+            ["output.eval_every=2", "evaluation.top_p=0.9"],
+            "evaluation.top_p=0.9 changes nothing: with one completion",
+        ),
+        (
+            ["output.eval_every=2", "evaluation.sets=[{name='a', source='x.jsonl', top_k=3, samples=1}]"],
+            "evaluation of a: top_k=3 changes nothing",
+        ),
     ],
 )
 def test_settings_that_cannot_be_meant_are_refused_by_name(overrides, said):

@@ -7,10 +7,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from shardproof.config.evaluation import EvaluationSet
+from shardproof.config.evaluation import Evaluation, EvaluationSet
 from shardproof.config.sections import Sections
 
 _COUNTED = re.compile(r"(pass|avg|maj)@([1-9][0-9]{0,8})(?:_low|_high)?")  # metrics of so many completions
+
+_GREEDY = "changes nothing: with one completion per row and no temperature the most likely token is taken"
 
 
 @dataclass(frozen=True)
@@ -129,8 +131,34 @@ def evaluation_problem(recipe: Sections) -> str | None:
             )
         if each.max_new_tokens < recipe.rollout.min_new_tokens:
             return f"{where}: max_new_tokens={each.max_new_tokens} is below rollout.min_new_tokens={recipe.rollout.min_new_tokens}"
+    if (unread := _unread_by_greedy(recipe, [each for each in sets if each.every])) is not None:
+        return unread
     best = recipe.evaluation.best
     return None if best is None else _best_problem(best, [each for each in sets if each.every])
+
+
+def _unread_by_greedy(recipe: Sections, sets: list[HeldOut]) -> str | None:
+    """A setting of drawing that no evaluation reads, because nobody set a temperature and one completion per row has 0."""
+    whole, own = recipe.evaluation, {each.name: each for each in recipe.evaluation.sets}
+    if whole.temperature is not None or (recipe.reward is None and recipe.environment is None):
+        return None
+    for each in sets:
+        given = own.get(each.name)
+        if given is not None and each.temperature == 0.0 and given.temperature is None:
+            key = _truncating(given)
+            if key is not None:
+                return f"evaluation of {each.name}: {key} {_GREEDY}; set temperature of this set, or remove the key"
+    key = _truncating(whole)
+    if key is not None and sets and all(each.temperature == 0.0 for each in sets):
+        return f"evaluation.{key} {_GREEDY}; set evaluation.temperature, or remove the key"
+    return None
+
+
+def _truncating(given: EvaluationSet | Evaluation) -> str | None:
+    """The first setting by which only some of the tokens can be drawn."""
+    off = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
+    values = {key: getattr(given, key) for key in off}
+    return next((f"{k}={v}" for k, v in values.items() if v is not None and v != off[k]), None)
 
 
 def _best_problem(best: str, sets: list[HeldOut]) -> str | None:
