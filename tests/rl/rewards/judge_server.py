@@ -91,6 +91,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(b"\x00\x01 not HTTP at all\r\n\r\n")
             self.close_connection = True
             return None
+        elif words[0] == "moved":
+            return self._send(307, b"gone", {"Location": "https://elsewhere/v1/chat/completions"})
         elif words[0] == "html":
             return self._send(200, b"<html>it works</html>")
         elif words[0] == "error":

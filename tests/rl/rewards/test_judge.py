@@ -152,6 +152,14 @@ def test_servers_that_never_answer_well_are_failures_that_say_why(server):
     assert set(server.seen.values()) == {2}
 
 
+def test_a_server_that_is_elsewhere_says_where(server):
+    """The key and the completions go nowhere but where the recipe says."""
+    (found,) = ask(judge_of(server), "moved")
+    said = "the judge's server says that it is at https://elsewhere/v1/chat/completions: name it in url"
+    assert found.error.startswith(f"RuntimeError: {said}")
+    assert len(server.asked) == 1
+
+
 def test_a_server_that_is_not_there(server):
     judge = judge_of(server, retries=0)
     server.shutdown()

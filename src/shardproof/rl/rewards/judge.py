@@ -236,6 +236,8 @@ class Judge:
             raise _Retry(self._safe(f"the judge cannot be reached: {error}")) from None
         said = self._safe(answer.body.decode("utf-8", "replace")).strip()[:_SHOWN]
         status = f"the judge answered with status {answer.status}{': ' * bool(said)}{said}"
+        if 300 <= answer.status < 400 and (place := answer.headers.get("location")):
+            status = f"the judge's server says that it is at {self._safe(place)[:_SHOWN]}: name it in url"
         if answer.status in _LATER or answer.status >= 500:
             raise _Retry(status, _retry_after(answer))
         if answer.status != 200:
