@@ -338,7 +338,7 @@ def test_values_that_no_recipe_takes_are_named_and_dates_are_text(tmp_path):
         ("python actor_rollout_ref.actor.clip_ratio=$((x ** 2))", "c.sh", {}, r"clip_ratio=.*x\*\*2"),
         ("loss_type: grpo\nbeta: [1]", "c.yaml", {}, r"beta=\[1\] is no value that TRL takes"),
         ("seed: 1", "c.yaml", {}, "names no setting that one trainer alone has"),
-        ("model: {path: m}\ndata: {train_files: t}", "c.yaml", {}, "SFT trainers have"),
+        ("model: {path: m}\ndata: {train_files: t}", "c.yaml", {}, "may be of verl's or SkyRL's SFT trainer"),
         (
             "model: {path: m}\ndata: {path: t}\nrollout: {n: 1}",
             "c.yaml",

@@ -56,7 +56,7 @@ def find_library(foreign: Foreign) -> str:
         fix = "say whose it is with --library"
         trains = {"data", "optim", "placement", "engine"} & set(sections)
         if trains and "model" in sections and "rollout" not in sections:
-            message = f"the config is none of those that are read: {named}, as those of verl's and SkyRL's SFT trainers have."
+            message = f"the config is none of those that are read, but may be of verl's or SkyRL's SFT trainer: {named}."
             fix = "write a recipe for 'sft', as docs/preferences.md has it, or say whose it is with --library"
         raise fail("C001", "config", message, fix=fix)
     return "trl"
