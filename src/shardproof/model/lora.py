@@ -59,9 +59,8 @@ def inject_lora(model: PreTrainedModel, config: Any) -> None:
     for name, module in model.named_modules():
         # peft also gets here through target_modules="all-linear" on models whose experts are fused parameters.
         if type(module).__name__ == "ParamWrapper":
-            named = (
-                asked if isinstance(asked, str) else sorted(asked or ())
-            )  # a set has an order of its own on every rank
+            # A set has an order of its own on every rank.
+            named = asked if isinstance(asked, str) else sorted(asked or ())
             message = f"target_modules={named!r} would adapt the fused parameters of {name!r}, which is not supported."
             fix = "name the linear layers to adapt, such as q_proj and v_proj, and none of experts"
             raise fail("L113", "lora", message, tensor=name, fix=fix)

@@ -13,10 +13,8 @@ _TOO_LONG = {"truncate": "cuts", "drop": "leaves out"}
 
 def rows_of_a_step(draft: Draft, foreign: Foreign, ranks: int) -> None:
     """The rows of an optimizer update, over all processes."""
-    size, accumulated = (
-        int(foreign.take("per_device_train_batch_size", 8)),
-        int(foreign.take("gradient_accumulation_steps", 1)),
-    )
+    size = int(foreign.take("per_device_train_batch_size", 8))
+    accumulated = int(foreign.take("gradient_accumulation_steps", 1))
     origin = "per_device_train_batch_size, gradient_accumulation_steps"
     draft.put("train.prompts_per_step", size * ranks * accumulated, origin)
 
