@@ -11,6 +11,7 @@ from tests.rl.runs import lines
 pytestmark = pytest.mark.distributed
 
 NUM, SIZE, STEPS = 6, 4, 5  # prompts of a step, completions of each, steps
+STOP, LONGEST = 1, 4  # the token that ends a completion, and how many one may have
 
 
 @pytest.fixture(scope="module")
@@ -90,16 +91,18 @@ def test_a_resumed_run_goes_on_with_the_tokens_that_were_drawn(tmp_path, drawn, 
         for rank in (0, 1)
         for row in lines(tmp_path / f"checkpoints/step-00000002/trajectories-{rank}.jsonl")
     ]
-    begun = [row for row in rows if row.get("begun")]
-    assert begun and all(len(row["begun"]["tokens"]) >= 1 for row in begun)
+    drawn_of = [row["begun"]["tokens"] for row in rows if row.get("begun")]
+    # On a busy machine an answer may be complete and not taken yet: then nothing of it is left to ask for.
+    begun = [len(tokens) for tokens in drawn_of if tokens[-1] != STOP and len(tokens) < LONGEST]
+    assert begun and set(begun) == {1}
     (rest,) = run_ranks(1, run_and_note, recipe)
-    assert len(rest["begun"]) == len(begun), "they go on from their first token"
+    assert rest["begun"] == begun, "they go on from their first token"
     together = prompts_of(*first) + prompts_of(rest)
     if order == "drawn":
         assert together == drawn
     every = [prompt for step in together for prompt in step]
     assert len(set(every)) == len(every) == STEPS * NUM
-    complete = sum("trajectory" in row for row in rows)
+    complete = sum("trajectory" in row for row in rows) + len(drawn_of) - len(begun)
     assert rest["started"] == (STEPS - 2) * NUM * SIZE - complete, "nothing that was complete is made again"
 
 

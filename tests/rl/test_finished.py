@@ -65,9 +65,8 @@ def test_a_step_takes_what_may_not_get_older_first_also_if_it_was_drawn_later(be
 
 def test_prompts_that_were_begun_in_this_order_are_not_lost_in_the_other():
     prompts = [Prompt({"prompt": str(k)}, str(k), (1, k)) for k in range(NUM)]
-    means: Any = SimpleNamespace(
-        prompts=prompts, sampler=SimpleNamespace(versions=Versions()), background=None
-    )
+    sampler = SimpleNamespace(versions=Versions(), rewards=None)
+    means: Any = SimpleNamespace(prompts=prompts, sampler=sampler, background=None)
     saved = finished.FinishedBuffer(means, None, num_prompts=NUM, num_steps=9, ahead=2)
     saved.rounds = [BackgroundRound(means, 3, [Drawn(1, 1, 1)])]
     with pytest.raises(ShardproofError, match="C006 resume: the checkpoint has prompts that were begun"):
