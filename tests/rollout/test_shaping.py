@@ -19,7 +19,7 @@ from transformers import (
 from shardproof.rollout.decode import choose, uniform_numbers
 from shardproof.rollout.engine import Request, Sampling
 from shardproof.rollout.sampling import OVERRIDES, check_overrides, overridden
-from shardproof.rollout.shaping import Kind, Shaping
+from shardproof.rollout.shaping import Kind, Shaping, sorted_threshold
 from shardproof.rollout.stop_strings import StopStrings
 from shardproof.rollout.trajectory import Trajectory
 from tests.rollout.paged.test_decoder import CPU, ask, assert_same, grown, make_model
@@ -135,6 +135,19 @@ def test_ties_at_the_border_are_kept_and_settings_that_keep_all_change_nothing()
     assert left(top_k=1) == [0] == left(top_p=1e-6) == left(min_p=1.0)
     assert left(top_k=5) == [0, 1, 2, 3, 4] == left(top_k=99) == left(min_p=1e-9)
     assert left() == "whole" == left(temperature=0.5)
+    # top_p is of all that top_k has kept: equal ones at its border count.
+    assert left(top_k=2, top_p=0.65) == [0, 1, 2] and left(top_k=2, top_p=0.57) == [0]
+
+
+@pytest.mark.parametrize("top_k", [1, 4, 20, 99])
+def test_top_p_after_top_k_is_top_p_of_what_transformers_top_k_keeps(top_k):
+    """Logits of 16 bits are often equal: of those at the border of top_k, top_p counted some and left the others out."""
+    torch.manual_seed(0)
+    scores = (2 * torch.randn(200, 64)).round() / 2
+    every, left = torch.full((200,), 2**30), TopKLogitsWarper(min(top_k, 64))(None, scores)
+    top_p = torch.rand(200)
+    found = sorted_threshold(scores, torch.full((200,), top_k), top_p, 0.8)
+    assert torch.equal(found, sorted_threshold(left, every, top_p, 0.8))
 
 
 def test_drawn_tokens_are_as_likely_as_their_log_probs_say():

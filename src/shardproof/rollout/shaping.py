@@ -187,8 +187,7 @@ def sorted_threshold(
 ) -> torch.Tensor:
     """The lowest score of each row that top_k and top_p keep, by sorting all of them."""
     ordered = scores.sort(dim=-1, descending=True).values
-    rank = torch.arange(ordered.shape[1], device=ordered.device)
-    kept = rank < top_k[:, None]
+    kept = ordered >= ordered.gather(1, top_k[:, None].clamp(max=ordered.shape[1]) - 1)
     probs = torch.softmax(ordered.masked_fill(~kept, _NOWHERE) / temperature, -1)
     kept &= probs.cumsum(-1) - probs < top_p[:, None]
     return ordered.gather(1, (kept.sum(-1, keepdim=True) - 1).clamp(min=0))

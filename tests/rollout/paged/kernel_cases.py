@@ -202,10 +202,12 @@ def threshold_problem(size: int, temperature: float, device: torch.device) -> st
     from shardproof.rollout.paged.truncation_kernels import threshold
 
     torch.manual_seed(2)
-    scores = 3 * torch.randn(4, size)
+    scores = 3 * torch.randn(5, size)
     scores[1] = scores[1].bfloat16().float() - 40
+    scores[4] = scores[4].round()  # many are equal at the border
     scores[1:3, size // 2 :] = float("-inf")
-    top_k, top_p = torch.tensor([size // 3, 7, 2**30, 2**30]), torch.tensor([2.0, 0.6, 0.95, 2.0])
+    top_k = torch.tensor([size // 3, 7, 2**30, 2**30, 9])
+    top_p = torch.tensor([2.0, 0.6, 0.95, 2.0, 0.7])
     given = (scores.to(device), top_k.to(device), top_p.to(device), temperature)
     found, wanted = threshold(*given).cpu(), sorted_threshold(scores, top_k, top_p, temperature)
     kept = (scores >= wanted) & scores.isfinite()

@@ -70,23 +70,17 @@ def _by_mass(scores_ptr, aim, peak, scale, size, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _mass(scores_ptr, by_rank, top_k, scale, size, BLOCK: tl.constexpr):
-    """(the highest logit, what the weights of the first `top_k` add up to), given the key of the last of them."""
+def _mass(scores_ptr, by_rank, scale, size, BLOCK: tl.constexpr):
+    """(the highest logit, what weights from this key on add up to): of equal ones at the border of top_k all are kept."""
     peaks = tl.full([BLOCK], float("-inf"), tl.float32)
     for start in range(0, size, BLOCK):
         peaks = tl.maximum(peaks, _load(scores_ptr, start, size, BLOCK))
     peak = tl.max(peaks, 0)
-    above, mass = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.float32)
+    mass = tl.zeros([BLOCK], tl.float32)
     for start in range(0, size, BLOCK):
         scores = _load(scores_ptr, start, size, BLOCK)
-        is_above = _key(scores) > by_rank
-        above += is_above.to(tl.int32)
-        mass += tl.where(is_above, tl.exp2((scores - peak) * scale), 0.0)
-    total = tl.sum(mass, 0)
-    if top_k < size:  # of equal ones at the border only some are among the first
-        border = (by_rank ^ ((by_rank >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-        total += (top_k - tl.sum(above, 0)).to(tl.float32) * tl.exp2((border - peak) * scale)
-    return peak, total
+        mass += tl.where(_key(scores) >= by_rank, tl.exp2((scores - peak) * scale), 0.0)
+    return peak, tl.sum(mass, 0)
 
 
 @triton.jit
@@ -105,7 +99,7 @@ def _threshold_kernel(
         found = _by_rank(scores_ptr, top_k, size, BLOCK)
     if top_p < 1.0:
         scale = inverse_temperature * _LOG2_E
-        peak, total = _mass(scores_ptr, found.to(tl.int32), top_k, scale, size, BLOCK)
+        peak, total = _mass(scores_ptr, found.to(tl.int32), scale, size, BLOCK)
         found = tl.maximum(found, _by_mass(scores_ptr, top_p * total, peak, scale, size, BLOCK))
     lowest = found.to(tl.int32)
     lowest = (lowest ^ ((lowest >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
