@@ -196,3 +196,32 @@ def test_what_of_a_base_is_not_in_4_bits_is_counted_in_the_dtype_that_it_compute
     vocabulary = json.loads((folder / "config.json").read_text())["vocab_size"]
     others = 2 * vocabulary * 64 + (2 * 4 + 1) * 64  # embeddings, head and norms
     assert held[0] - held[1] == 2 * others
+
+
+@pytest.mark.parametrize("gpu_bytes", [None, 80 * 2**30])
+def test_evaluations_are_counted_as_long_and_as_shaped_as_they_are(tmp_path, gpu_bytes):
+    """Their completions counted as many, but each as one of training: a longer one did not fit the memory that was planned."""
+    common = (
+        "output.eval_every=1",
+        "output.eval_prompts=8",
+        "rollout.batch_size=8",
+        "train.prompts_per_step=1",
+    )
+
+    def sampling(*settings: str) -> dict[str, int]:
+        recipe = from_json(small_recipe(tmp_path, *common, *settings))
+        found = estimate_run(recipe, Machine(ranks=1, gpu_bytes=gpu_bytes), [5, 7])
+        return next(dict(phase.device) for phase in found.phases if phase.name == "generate")
+
+    short, as_training = sampling(), sampling("rollout.max_new_tokens=3000")
+    long = sampling("evaluation.max_new_tokens=3000")
+    assert long["KV cache"] == as_training["KV cache"] > 5 * short["KV cache"]
+    assert sampling("evaluation.max_new_tokens=3000", "output.eval_every=0") == sampling(
+        "output.eval_every=0"
+    )
+    shaped = [
+        sampling("evaluation.temperature=0.7", *own)["decoding"] for own in ((), ("evaluation.top_p=0.9",))
+    ]
+    assert shaped[1] >= shaped[0] + 8 * 14 * 28 * (gpu_bytes is not None)
+    played = ("environment.name=my_module:Game", "environment.max_tokens=40")
+    assert sampling(*played)["KV cache"] == sampling(*played, "evaluation.max_new_tokens=9")["KV cache"]

@@ -15,7 +15,7 @@ from shardproof.model.roles import CRITIC, POLICY, REFERENCE, REWARD, TEACHER
 from shardproof.rl.algorithms.registry import make_algorithm
 from shardproof.rl.checks import make_lora, model_folder
 from shardproof.rl.scorers import keeps_reference
-from shardproof.rl.sizing.engine import EngineBytes, batch_rows, engine_bytes, replica_bytes
+from shardproof.rl.sizing.engine import EngineBytes, engine_bytes, most_rows, replica_bytes
 from shardproof.rl.sizing.model import Estimate, Shape, Sharding, estimate, held_bytes, shape_of
 from shardproof.shard.footprint import MARGIN
 from shardproof.user_code import is_user_name
@@ -183,7 +183,7 @@ class _Counter:
 
     def _gathered_for_decoding(self) -> int:
         layout = _sharding(self.recipe, POLICY, self.machine.on_gpu)
-        rows = batch_rows(self.recipe, self.machine.num_ranks)[0]
+        rows = most_rows(self.recipe, self.machine.num_ranks)
         return estimate(self.shapes[POLICY], layout, self.machine.num_ranks, rows).scoring
 
     def _score(self) -> list[Phase]:
