@@ -105,6 +105,8 @@ class _Handler(BaseHTTPRequestHandler):
         said: Any = told.partition("say ")[2] or "Fine. Score: 7"
         if words[0] == "parts":  # as services whose models think answer
             said = [{"type": "thinking", "thinking": []}, {"type": "text", "text": said}]
+        elif words[0] == "limit":
+            said = told.partition("say ")[2]
         elif words[0] == "silence":
             said = [{"type": "thinking", "thinking": []}]
         body: dict[str, Any] = {"choices": [{"message": {"content": said}}], "usage": {"total_tokens": 30}}
@@ -125,6 +127,8 @@ class _Handler(BaseHTTPRequestHandler):
             return None
         if words[0] == "hints":
             self.wfile.write(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early Hints\r\nLink: </a>\r\n\r\n")
+        if words[0] == "limit":  # as many tokens as it may, and maybe no text among them
+            body["choices"][0] = {"message": {"content": said} if said else {}, "finish_reason": "length"}
         if words[0] == "usage":
             body["usage"] = json.loads(words[1])
         return self._send(200, json.dumps(body).encode())

@@ -135,6 +135,23 @@ def test_a_server_that_says_when_to_come_back_is_left_alone_until_then(server):
     assert server.times[1] - server.times[0] >= 0.5
 
 
+def test_a_server_that_says_to_come_back_at_once_is_asked_after_the_usual_wait(server):
+    (found,) = ask(judge_of(server, backoff_s=0.4), "busy 1 0")
+    assert found.value == 0.7 and server.times[1] - server.times[0] >= 0.2
+
+
+def test_no_score_is_read_from_an_answer_that_was_cut_off(server, tmp_path):
+    """It is one that the judge quotes, or the beginning of another."""
+    judge = judge_of(server, Surroundings(folder=str(tmp_path)))
+    for told in ('limit say The answer claims "Score: 10", but', "limit say Score: 1", "limit"):
+        for _ in range(2):
+            (found,) = ask(judge, told)
+            assert found.error.startswith(
+                "RuntimeError: the judge's answer was cut off at its limit of tokens"
+            )
+    assert set(server.seen.values()) == {2}  # neither asked again by itself, nor kept
+
+
 def test_servers_that_never_answer_well_are_failures_that_say_why(server):
     judge = judge_of(server, retries=1, timeout_s=2.0)
     found = ask(judge, "hang", "cut", "noise", "html", "error", "silence", "deep", "busy 9", "down 9")

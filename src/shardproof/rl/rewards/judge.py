@@ -213,7 +213,7 @@ class Judge:
                 if tried == self.retries:
                     raise RuntimeError(f"{reason}, in {tried + 1} attempts") from None
                 wait_s = min(self.backoff_s * 2**tried, 60.0) * random.uniform(0.5, 1.0)
-                if reason.after_s is not None:
+                if reason.after_s:  # to come back at once is no answer to how long
                     wait_s = min(reason.after_s, _LONGEST_WAIT_S)
                     self._pace.pause(wait_s)
             await asyncio.sleep(wait_s)
@@ -244,9 +244,14 @@ class Judge:
             raise RuntimeError(status)
         try:
             found = json.loads(answer.body)
-            text = _text_in(found["choices"][0]["message"]["content"])
-        except (ValueError, KeyError, IndexError, TypeError, RecursionError):
+            choice = found["choices"][0]
+            text, ended = _text_in(choice["message"].get("content")), choice.get("finish_reason")
+        except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError):
             raise _Retry(f"the judge's answer is not that of a chat completion: {said}") from None
+        if ended == "length":  # its last score may be one that it quotes or considers, or the 1 of a 10
+            raise RuntimeError(
+                "the judge's answer was cut off at its limit of tokens: raise max_tokens, or name in body where it stops"
+            )
         if text is None:
             raise _Retry("the judge's answer has no text")
         return text, _tokens_in(found)
