@@ -97,6 +97,8 @@ def test_an_interval_is_never_a_point_and_never_leaves_0_to_1():
         ("boxed", "numeric", r"\boxed{1,234.50}", "1234.5"),
         ("boxed", "numeric", r"7, or \boxed{ }", None),
         ("number", "numeric", "-0", "0.0"),
+        ("number", "numeric", "12,345,678,901,234,567,891.0", "12345678901234567891"),  # no float's number
+        ("number", "numeric", "9" * 400, "inf"),
         ("text", "numeric", "4", "4"),
         ("text", "numeric", " \n", None),
     ],

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from decimal import Decimal
 
 import psutil
 import pytest
@@ -140,6 +141,14 @@ def test_exact_match(completion, answer, value):
         ("18", "16 - 3 = 13; 13 + 5 = 18\n#### 18", 1.0),
         ("9" * 500, 9, 0.0),
         ("word " * 10000 + "6" + " word" * 10000, 6, 1.0),
+        # Of these, floats do not tell the right from the wrong.
+        ("it is 12345678901234567890", 12345678901234567890, 1.0),
+        ("it is 12345678901234567891", 12345678901234567890, 0.0),
+        ("-12,345,678,901,234,567,891.0", "-12345678901234567891", 1.0),
+        ("-12345678901234567890", "so it is -12345678901234567891", 0.0),
+        ("100000000000000000000", "1e20", 1.0),
+        ("9007199254740993", Decimal("9007199254740992"), 0.0),
+        ("12345678901234567890", 12345678901234567890.0, 1.0),  # whose last digits nobody knows
     ],
 )
 def test_numeric_compares_the_last_number(completion, answer, value):

@@ -8,8 +8,9 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
-from shardproof.rl.rewards.answers import last_number
+from shardproof.rl.rewards.answers import EXACT_FLOATS, last_written
 
 Z = 1.959963984540054  # of a 95% interval
 _BOX = "\\boxed{"
@@ -109,8 +110,11 @@ def measure(
 
 
 def _number(text: str) -> str | None:
-    found = last_number(text)
-    return None if found is None else repr(found + 0.0)  # 0 and -0 are one answer
+    written = last_written(text)
+    if written is None:
+        return None
+    found = float(written) + 0.0  # 0 and -0 are one answer
+    return str(Fraction(written)) if EXACT_FLOATS <= abs(found) < math.inf else repr(found)
 
 
 def _text(text: str) -> str | None:

@@ -20,6 +20,8 @@ _NUMBER = re.compile(
     r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<![0-9])\.[0-9]+)(?:[eE][-+]?[0-9]+)?"
 )
 
+# Floats beyond this lie further apart than 1, so that several whole numbers are one float.
+EXACT_FLOATS = 2.0**53
 _MATH_S = 2  # for reading the answer, for reading the completion, and for comparing them
 # Marks of mathematics, and words: none are those of LaTeX itself, such as \begin{pmatrix} and \text{even}, or a plain root.
 _MARKS = re.compile(r"(?<!\\)[$#]|\\boxed|(?<!\\)\\[(\[]")
@@ -34,9 +36,13 @@ def exact_match(prompt: str, completion: str, row: dict[str, Any]) -> float:
 
 def numeric(prompt: str, completion: str, row: dict[str, Any]) -> float:
     """1 when the last number of the completion is the answer's, to 1e-6."""
-    expected = expected_number(row)
-    found = last_number(completion)
-    return float(found is not None and within(abs(found - expected), 1e-6))
+    expected, written = expected_number(row), last_written(completion)
+    if written is None or not within(abs(float(written) - expected), 1e-6):
+        return 0.0
+    exact = _written_answer(row)
+    if abs(expected) < EXACT_FLOATS or exact is None:
+        return 1.0
+    return float(abs(Decimal(written) - exact) <= Decimal("1e-6"))
 
 
 @dataclass(frozen=True)
@@ -109,7 +115,8 @@ def answer_of(row: dict[str, Any]) -> str | float | Decimal:
 def expected_number(row: dict[str, Any]) -> float:
     answer = answer_of(row)
     try:
-        expected = last_number(answer) if isinstance(answer, str) else float(answer)
+        written = last_written(answer) if isinstance(answer, str) else answer
+        expected = None if written is None else float(written)
     except OverflowError:
         expected = math.inf
     shown = repr(str(answer)[:40])
@@ -118,6 +125,14 @@ def expected_number(row: dict[str, Any]) -> float:
     if not math.isfinite(expected):
         raise ValueError(f"the answer {shown} is larger than any number that can be compared")
     return expected
+
+
+def _written_answer(row: dict[str, Any]) -> Decimal | None:
+    """All digits of the answer; None where it is a float, which has lost some."""
+    answer = answer_of(row)
+    if isinstance(answer, str):
+        answer = last_written(answer) or ""
+    return Decimal(answer) if isinstance(answer, str | int | Decimal) else None
 
 
 def mathematics(row: dict[str, Any]) -> str:
@@ -151,8 +166,9 @@ def _cell(row: dict[str, Any], column: str, expected: str, types: tuple[type, ..
     return value
 
 
-def last_number(text: str) -> float | None:
+def last_written(text: str) -> str | None:
+    """The last number of a text with all its digits, as Python writes numbers."""
     # Every number ends in a digit, and only the end of a long completion is worth a search.
     end = 1 + max(text.rfind(digit) for digit in "0123456789")
     found = _NUMBER.findall(text, max(0, end - 400), end)
-    return float(found[-1].replace(",", "").replace("\u2212", "-")) if found else None
+    return str(found[-1]).replace(",", "").replace("\u2212", "-") if found else None
