@@ -35,6 +35,19 @@ from shardproof.rl.rewards.runner import RewardRunner, RewardSpec
         (r"\$32,348", r"\boxed{32348}", r"\boxed{\$32}"),
         ("2*sqrt(3)", r"$2\sqrt{3}$", "2"),
         (r"\{1,2\}", r"$\{2,1\}$", r"$\{2,3\}$"),
+        # To six decimals they are all zero.
+        ("1e-7", "0.0000001", "0.0"),
+        (r"6.67 \times 10^{-11}", r"\boxed{6.67 \times 10^{-11}}", r"\boxed{0.0}"),
+        (r"6.67 \times 10^{-11}", r"\boxed{0.0000000000667}", r"\boxed{0.0000000001}"),
+        (r"\{10^{-7}, 3\}", r"\boxed{\{0.0000001, 3\}}", r"\boxed{\{0.0, 3\}}"),
+        (
+            r"\begin{pmatrix} 0.0000001 & 2 \end{pmatrix}",
+            r"$\begin{pmatrix} 0.0000001 & 2 \end{pmatrix}$",
+            r"$\begin{pmatrix} 0.0 & 2 \end{pmatrix}$",
+        ),
+        (r"\frac{1}{3}", "0.333333", "0.33"),
+        (r"5\%", r"\boxed{5\%}", r"\boxed{6\%}"),  # which has no float
+        (r"\infty", r"$\infty$", r"$-\infty$"),
     ],
 )
 def test_equal_mathematics_is_rewarded_however_it_is_written(answer, right, wrong):

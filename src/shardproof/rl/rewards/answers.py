@@ -7,6 +7,7 @@ import logging
 import math
 import numbers
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import cached_property
@@ -23,6 +24,7 @@ _NUMBER = re.compile(
 # Floats beyond this lie further apart than 1, so that several whole numbers are one float.
 EXACT_FLOATS = 2.0**53
 _MATH_S = 2  # for reading the answer, for reading the completion, and for comparing them
+_MATH_DECIMALS, _MATH_DIGITS = 6, 3
 # Marks of mathematics, and words: none are those of LaTeX itself, such as \begin{pmatrix} and \text{even}, or a plain root.
 _MARKS = re.compile(r"(?<!\\)[$#]|\\boxed|(?<!\\)\\[(\[]")
 _LATEX = re.compile(r"\\[A-Za-z]+\*?(?:\s*(?:\{[^{}]*\}|\[[^][]*\]))*")
@@ -86,7 +88,27 @@ def math_verify(prompt: str, completion: str, row: dict[str, Any]) -> float:
     if not (gold := package.parse(answer, parsing_timeout=_MATH_S)):
         raise ValueError(f"math-verify finds no mathematics in the answer {answer[:40]!r}")
     found = package.parse(completion, parsing_timeout=_MATH_S)
-    return float(package.verify(gold, found, timeout_seconds=_MATH_S))
+    decimals = _MATH_DECIMALS
+    with contextlib.suppress(package.errors.TimeoutException):
+        decimals = package.utils.timeout(_MATH_S)(_decimals)(gold[0])
+    return float(package.verify(gold, found, float_rounding=decimals, timeout_seconds=_MATH_S))
+
+
+def _decimals(gold: Any) -> int:
+    """How many decimals are compared: math-verify's six, or as many as show three digits of the answer's smallest number."""
+    with contextlib.suppress(ArithmeticError, TypeError, ValueError):  # a number that has no float
+        smallest = min((size for size in _sizes(gold) if size > 0), default=1.0)
+        return max(_MATH_DECIMALS, _MATH_DIGITS - 1 - math.floor(math.log10(smallest)))
+    return _MATH_DECIMALS
+
+
+def _sizes(gold: Any) -> Iterator[float]:
+    """The sizes of the numbers in an expression of sympy, or its own if it is one."""
+    if getattr(gold, "is_number", False):
+        yield abs(complex(gold))
+        return
+    for part in gold.flat() if hasattr(gold, "flat") else getattr(gold, "args", ()):
+        yield from _sizes(part)
 
 
 def require_math_verify() -> Any:
