@@ -131,6 +131,8 @@ def test_repetition_of_words():
         ("format", {"tags": "think"}, "is not a list of names"),
         ("format", {"tags": ["a", "a"]}, "names a tag twice"),
         ("format", {"pattern": "a["}, "unterminated character set"),
+        ("format", {"pattern": "a", "mode": "soft"}, "mode='soft' is for tags"),
+        ("format", {"pattern": "a", "tags": ["b"]}, "the pattern alone would be read"),
         ("length", {}, "give either limit, with start, or target"),
         ("length", {"limit": 5, "start": 6}, "start=6 is not a whole number from 0 to 5"),
         ("length", {"limit": 5}, "limit and start belong together"),
@@ -146,6 +148,11 @@ def test_repetition_of_words():
         ("judge", {"model": "m"}, "is not the address of a server"),
         ("judge", {"url": "http://localhost/v1"}, "model is missing"),
         ("judge", {"url": "http://localhost/v1", "model": "m", "prompt": "?"}, "prompt has no {completion}"),
+        (
+            "judge",
+            {"url": "http://localhost/v1", "model": "m", "json_key": "score", "pattern": "([0-9])"},
+            "json_key and pattern: give one of them",
+        ),
         (
             "judge",
             {"url": "http://localhost/v1", "model": "m", "scale": [1, 1]},

@@ -104,6 +104,8 @@ class Judge:
             raise ValueError("prompt has no {completion}")
         if compiled_pattern(self.pattern).groups < 1:
             raise ValueError("pattern has no group for the score")
+        if self.json_key is not None and self.pattern != PATTERN:
+            raise ValueError("json_key and pattern: give one of them, which finds the score")
         scale = list(self.scale) if isinstance(self.scale, list | tuple) else []
         are_numbers = all(isinstance(each, int | float) and not isinstance(each, bool) for each in scale)
         if len(scale) != 2 or not are_numbers or not -math.inf < scale[0] < scale[1] < math.inf:

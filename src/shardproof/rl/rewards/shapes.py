@@ -77,6 +77,12 @@ class Format:
             raise ValueError(f"tags={list(self.tags)} names a tag twice")
         if not isinstance(self.opened, bool):
             raise ValueError(f"opened={self.opened!r} is neither true nor false")
+        if self.pattern is not None and self.mode != "strict":
+            raise ValueError(
+                f"mode={self.mode!r} is for tags: the pattern alone says what a completion is like"
+            )
+        if self.pattern is not None and tuple(self.tags) != Format.tags and not self.opened:
+            raise ValueError(f"tags={list(self.tags)} and a pattern: the pattern alone would be read")
 
     def __call__(self, prompt: str, completion: str, row: dict[str, Any]) -> float:
         text = f"<{self.tags[0]}>{completion}" if self.opened else completion
