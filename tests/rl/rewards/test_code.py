@@ -21,6 +21,14 @@ DOUBLE = [
 # As HumanEval has it: `check` is called with the function that another column names.
 HUMAN_EVAL = 'METADATA = {"author": "jt"}\n\ndef check(candidate):\n    assert candidate(1) == 2\n'
 
+# As LiveCodeBench has it, with each argument in a line.
+FUNCTIONAL = {
+    "input": "[1, 2]\n3\n",
+    "output": "[4, 5]",
+    "testtype": "functional",
+    "metadata": {"func_name": "add"},
+}
+
 
 def fenced(program):
     return f"Let me see.\n```python\n{program}\n```\nThat is it."
@@ -108,6 +116,16 @@ def test_a_function_is_called_by_name_alone_or_of_a_class():
     assert scored(tests, fenced(plain), fenced(method), fenced("add = max")) == [1.0, 1.0, 0.0]
 
 
+def test_arguments_in_lines_and_columns_of_inputs_are_tests_too():
+    right = "class Solution:\n    def add(self, values, n):\n        return [value + n for value in values]"
+    assert scored([FUNCTIONAL], fenced(right), fenced("print([4, 5])")) == [1.0, 0.0]
+    assert scored([{**FUNCTIONAL, "metadata": None, "fn_name": "add"}], fenced(right)) == [1.0]
+    # As code_contests has them: two tests, not one of two lines.
+    tests = {"input": ["3", "4"], "output": ["6", "9"]}
+    assert scored(tests, fenced("print(int(input()) * 2)"), fenced("print(6)")) == [0.5, 0.5]
+    assert scored([{"input": None, "output": "6"}], fenced("print(6 + len(open(0).read()))")) == [1.0]
+
+
 def test_a_prelude_runs_before_the_program():
     program = fenced("from __future__ import annotations\nSeen = List[int]\ndef add(a, b):\n    return a + b")
     tests = {"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]}
@@ -193,6 +211,10 @@ def test_the_last_block_of_python_is_the_program():
         ([3], "holds int"),
         ({"fn_name": "f", "inputs": ["[1]"], "outputs": [1]}, "an 'input' that is no list of arguments"),
         ({"inputs": [1], "outputs": []}, "has not as many 'outputs' as 'inputs'"),
+        ({"input": ["1", "2"], "output": ["3"]}, "has not as many 'output' as 'input'"),
+        ([{"input": "1", "output": None}], "has a test whose 'output' is null"),
+        ([{**FUNCTIONAL, "metadata": {"func_name": None}}], "without metadata.func_name or fn_name"),
+        ([{**FUNCTIONAL, "input": "1\nx"}], "a test of testtype 'functional' that is not JSON"),
         # No program could pass these.
         (["assert f(1) == 2", "assert f(2) === 3"], "a test that is not Python: invalid syntax"),
         ("return f(1) == 2", "a test that is not Python: 'return' outside function"),

@@ -156,7 +156,8 @@ def cases_of(row: dict[str, Any], column: str) -> list[Case]:
     """The row's tests; ValueError if there are none.
 
     They are code, or a list of pieces of code; a list of {"input", "output"}; or {"inputs": [...], "outputs": [...]},
-    with "fn_name" if a function is to be called. All this also as JSON in text, or under "test_cases".
+    also called "input" and "output", with "fn_name" if a function is to be called. All this also as JSON in text, or
+    under "test_cases".
     """
     found: Any = row
     for key in [column] if column in row else column.split("."):
@@ -170,10 +171,10 @@ def cases_of(row: dict[str, Any], column: str) -> list[Case]:
             raise ValueError(f"the row's {column!r} is not valid JSON: {error}") from error
     if isinstance(found, dict) and "test_cases" in found:
         found = found["test_cases"]
-    if isinstance(found, dict) and "inputs" in found and "outputs" in found:
-        inputs, outputs, name = found["inputs"], found["outputs"], found.get("fn_name")
+    if isinstance(found, dict) and (columns := _columns(found)):
+        (inputs, outputs), name = (found[key] for key in columns), found.get("fn_name")
         if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
-            raise ValueError(f"the row's {column!r} has not as many 'outputs' as 'inputs'")
+            raise ValueError(f"the row's {column!r} has not as many {columns[1]!r} as {columns[0]!r}")
         found = [{"input": a, "output": b, "fn_name": name} for a, b in zip(inputs, outputs, strict=True)]
     cases = [_case(each, column) for each in (found if isinstance(found, list) else [found])]
     if not cases:
@@ -181,24 +182,56 @@ def cases_of(row: dict[str, Any], column: str) -> list[Case]:
     return cases
 
 
+def _columns(found: dict[str, Any]) -> tuple[str, str] | None:
+    """The keys of all inputs and of all outputs, if that is how the tests are given."""
+    if "inputs" in found and "outputs" in found:
+        return "inputs", "outputs"
+    are_lists = isinstance(found.get("input"), list) and isinstance(found.get("output"), list)
+    return ("input", "output") if are_lists and found.get("fn_name") is None else None
+
+
 def _case(given: Any, column: str) -> Case:
     if isinstance(given, str) and given.strip():
         return Case(code=given)
     if isinstance(given, dict) and "input" in given and "output" in given:
+        if given.get("testtype") == "functional" and isinstance(given["input"], str):
+            given = _with_arguments(given, column)
         if (name := given.get("fn_name")) is not None:
-            if not isinstance(given["input"], list):
-                raise ValueError(
-                    f"the row's {column!r} has 'fn_name', and an 'input' that is no list of arguments"
-                )
-            if not isinstance(name, str) or not name.isidentifier():
-                raise ValueError(f"the row's {column!r}: fn_name={name!r} is not the name of a function")
-            try:
-                arguments, _ = json.dumps(given["input"]), json.dumps(given["output"])
-            except TypeError as error:
-                raise ValueError(f"the row's {column!r} cannot be written as JSON: {error}") from error
-            return Case(code=_CALL.format(name=name, given=arguments), returns=given["output"], is_call=True)
-        return Case(_text(given["input"]), _text(given["output"]))
+            return _call(name, given["input"], given["output"], column)
+        if given["output"] is None:
+            raise ValueError(f"the row's {column!r} has a test whose 'output' is null")
+        return Case("" if given["input"] is None else _text(given["input"]), _text(given["output"]))
     raise ValueError(f"the row's {column!r} holds {type(given).__name__}; expected code or input and output")
+
+
+def _with_arguments(given: dict[str, Any], column: str) -> dict[str, Any]:
+    """A test as LiveCodeBench writes it, each argument as JSON in a line of its own, as one of a function."""
+    metadata = given.get("metadata")
+    name = given.get("fn_name") or (metadata.get("func_name") if isinstance(metadata, dict) else None)
+    if name is None:
+        raise ValueError(
+            f"the row's {column!r} has a test of testtype 'functional' without metadata.func_name or fn_name"
+        )
+    try:
+        arguments = [json.loads(line) for line in given["input"].split("\n") if line.strip()]
+        output = json.loads(given["output"])
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"the row's {column!r} has a test of testtype 'functional' that is not JSON: {error}"
+        ) from error
+    return {"fn_name": name, "input": arguments, "output": output}
+
+
+def _call(name: object, arguments: object, output: object, column: str) -> Case:
+    if not isinstance(arguments, list):
+        raise ValueError(f"the row's {column!r} has 'fn_name', and an 'input' that is no list of arguments")
+    if not isinstance(name, str) or not name.isidentifier():
+        raise ValueError(f"the row's {column!r}: fn_name={name!r} is not the name of a function")
+    try:
+        given, _ = json.dumps(arguments), json.dumps(output)
+    except TypeError as error:
+        raise ValueError(f"the row's {column!r} cannot be written as JSON: {error}") from error
+    return Case(code=_CALL.format(name=name, given=given), returns=output, is_call=True)
 
 
 def _require_test(code: str, column: str) -> None:
