@@ -64,8 +64,8 @@ class Dynamics(Section):
     evaluations."""
     success_on: list[str] = Field(default_factory=list)
     """Names of the reward functions that decide whether a completion is solved: the first of them that has something to
-    say about it. By default the first of all functions. Name several where each judges rows of its own, such as
-    `["math_verify", "code"]`."""
+    say about it. By default the first of all functions that is about the row (`only`). Name several where each judges rows of
+    its own, such as `["math_verify", "code"]`."""
     critic_warmup_steps: StepsOrNever = 0
     """Number of steps at the beginning in which only the critic is trained, for `ppo`."""
 

@@ -125,7 +125,7 @@ def _task(run: Run, each: HeldOut) -> HeldOutTask:
         sampling=replace(run.sampling, **each.drawing),
         num_samples=each.samples,
         pass_at=each.pass_at,
-        success=Success.by(run.recipe.algorithm, run.sampler.reward_names),
+        success=Success.by(run.recipe.algorithm, run.sampler.deciding),
         majority=run.recipe.evaluation.majority,
         prefix=each.prefix,
     )

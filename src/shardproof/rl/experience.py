@@ -69,7 +69,7 @@ def collect(buffer: Buffer, scorers: Scorers, algorithm: Algorithm, *, step: int
     if batch is None:
         batch = scorers.scored(make_batch(sequences_of(trajectories), scorers.replay), algorithm.columns)
     about = buffer.facts(trajectories) if buffer.is_ahead else None
-    solved = Success.by(algorithm.settings, sampler.reward_names)
+    solved = Success.by(algorithm.settings, sampler.deciding)
     metrics, errors = measure(seen.trajectories, seen.greedy, share, about, solved)
     if not sampler.is_rewarded:
         metrics = without_totals(metrics)

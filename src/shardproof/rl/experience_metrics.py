@@ -46,9 +46,9 @@ class Success:
     threshold: float = 1.0
 
     @classmethod
-    def by(cls, settings: Dynamics, names: Sequence[str]) -> Success:
-        """As the settings say; `names` are those of all rewards."""
-        return cls(tuple(settings.success_on) or tuple(names[:1]), settings.success_threshold)
+    def by(cls, settings: Dynamics, deciding: Sequence[str]) -> Success:
+        """As the settings say; `deciding` are the rewards that decide where they name none."""
+        return cls(tuple(settings.success_on) or tuple(deciding), settings.success_threshold)
 
     def value(self, reward: Reward) -> float | None:
         """What decides; None if the function failed or none has something to say."""

@@ -76,7 +76,7 @@ def _bring_weights(run: Run) -> None:
 def _counts(run: Run, num_samples: int) -> dict[int, tuple[int, int]]:
     """{row: (completions that are solved, completions that were judged)}. Collective: every rank."""
     sampler, share = run.sampler, run.share
-    solved = Success.by(run.recipe.algorithm, sampler.reward_names)
+    solved = Success.by(run.recipe.algorithm, sampler.deciding)
     groups = max(1, run.recipe.rollout.batch_size // num_samples) * (
         share.num_ranks // share.sequence_parallel
     )

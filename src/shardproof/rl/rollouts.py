@@ -56,6 +56,16 @@ class Sampler:
         functions += [spec.name for spec in self.models.specs] if self.models is not None else []
         return functions if self.conversations is None else [*functions, NAME]
 
+    @property
+    def deciding(self) -> list[str]:
+        """The rewards of which the first that has something to say decides, by default, whether a completion is solved.
+
+        That is the first of all, or of functions that are about some of the rows the first that is about this one.
+        """
+        specs = self.rewards.specs if self.rewards is not None else ()
+        num_partial = next((k for k, spec in enumerate(specs) if not spec.only), len(specs))
+        return self.reward_names[: num_partial + 1]
+
     def function_of(self, key: str) -> str:
         """The reward function whose values are called so, which a label may hide."""
         specs = self.rewards.specs if self.rewards is not None else []

@@ -8,7 +8,7 @@ from shardproof.config.load import from_json
 from shardproof.rollout.trajectory import reward_of
 from tests.ranks import run_ranks
 from tests.rl.rewards.judge_server import JudgeServer
-from tests.rl.runs import lines, run_recipe, small_recipe, trajectory
+from tests.rl.runs import lines, run_recipe, small_recipe, trajectory, write_rows
 
 pytestmark = pytest.mark.distributed
 
@@ -48,6 +48,21 @@ def test_the_mean_of_a_function_is_over_all_that_it_has_a_value_of(tmp_path):
     # Where it failed it has no value: not 0.
     assert metrics["reward/errors"] == metrics["reward/silent"] and metrics["reward/one"] == 1.0
     assert metrics["eval/even"] == metrics["eval/silent"] / 4 and metrics["eval/one"] == 1.0
+
+
+def test_a_completion_is_solved_if_the_first_function_that_is_about_its_row_says_so(tmp_path):
+    rows = [{"prompt": f"{k}+1=", "answer": str(k + 1), "kind": "ab"[k % 2]} for k in range(8)]
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    functions = [
+        '{name="numeric", only={kind="a"}}',
+        '{name="regex(^)", label="any", only={kind="b"}}',
+        f'{{name="{REWARDS}:silent", label="none"}}',
+    ]
+    data = (f"data.train={path}", f"data.evaluation={path}", "output.eval_prompts=8")
+    metrics = run(tmp_path / "run", functions, *data, "train.prompts_per_step=8", "output.eval_every=1")
+    assert metrics["reward/any"] == 1.0
+    assert metrics["reward/solved"] == pytest.approx(0.5 + metrics["reward/numeric"] / 2)
+    assert metrics["eval/pass@1"] == pytest.approx(0.5 + metrics["eval/numeric"] / 2)
 
 
 def test_a_batch_about_which_nobody_says_anything_changes_nothing_and_stops_nothing(tmp_path):
