@@ -32,6 +32,9 @@ from shardproof.rl.rewards.runner import RewardRunner, RewardSpec
         (r"\begin{array}{cccc} 1 & 3 \end{array}", r"$\begin{array}{cccc} 1 & 3 \end{array}$", "3"),
         (r"\text{no solution}", r"\boxed{\text{no solution}}", r"\boxed{\text{many}}"),
         (r"\text{June 20}", r"\boxed{\text{June 20}}", r"\boxed{20}"),
+        ("True", r"\boxed{True}", r"\boxed{False}"),
+        ("no solution", r"\boxed{\text{no solution}}", r"\boxed{many}"),
+        ("even", r"$\text{even}$", r"\boxed{odd}"),
         (r"\$32,348", r"\boxed{32348}", r"\boxed{\$32}"),
         ("2*sqrt(3)", r"$2\sqrt{3}$", "2"),
         (r"\{1,2\}", r"$\{2,1\}$", r"$\{2,3\}$"),
@@ -65,8 +68,8 @@ def test_answers_that_are_no_mathematics_are_refused_or_recorded():
     )
     assert row_problem("math_verify", {"answer": " "}) == "reward 'math_verify': the row's 'answer' is empty"
     assert row_problem("math_verify", {}) == "reward 'math_verify': the row has no 'answer'"
-    value, error, _ = attempt(math_verify, ("", "hello", {"answer": "hello"}))
-    assert value == 0.0 and "finds no mathematics in the answer 'hello'" in error
+    value, error, _ = attempt(math_verify, ("", "hello!", {"answer": "hello!"}))
+    assert value == 0.0 and "finds no mathematics in the answer 'hello!'" in error
 
 
 @pytest.mark.fault

@@ -28,6 +28,7 @@ _MATH_DECIMALS, _MATH_DIGITS = 6, 3
 # Marks of mathematics, and words: none are those of LaTeX itself, such as \begin{pmatrix} and \text{even}, or a plain root.
 _MARKS = re.compile(r"(?<!\\)[$#]|\\boxed|(?<!\\)\\[(\[]")
 _LATEX = re.compile(r"\\[A-Za-z]+\*?(?:\s*(?:\{[^{}]*\}|\[[^][]*\]))*")
+_PLAIN_WORDS = re.compile(r"[A-Za-z][A-Za-z' -]*")
 _WORD = re.compile(r"(?<![A-Za-z])(?!sqrt(?![A-Za-z]))[A-Za-z]{4,}")
 
 
@@ -166,8 +167,10 @@ def mathematics(row: dict[str, Any]) -> str:
         number = Decimal(text)
         if number.is_finite() and abs(number.adjusted()) < 100:
             return f"${number:f}$"  # 1e-05 would be read with Euler's number
-    is_sentence = _MARKS.search(text) or _WORD.search(_LATEX.sub(" ", text))
-    return text if is_sentence else f"${text}$"
+    if not (_MARKS.search(text) or _WORD.search(_LATEX.sub(" ", text))):
+        return f"${text}$"
+    # In a sentence the package finds the numbers, and in words alone nothing.
+    return f"$\\text{{{text}}}$" if _PLAIN_WORDS.fullmatch(text) else text
 
 
 def _pattern(row: dict[str, Any]) -> re.Pattern[str]:
