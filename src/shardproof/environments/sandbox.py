@@ -16,6 +16,7 @@ import platform
 import signal
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import weakref
 from dataclasses import dataclass
@@ -328,7 +329,26 @@ def _packages() -> list[str]:
 def _readable(network: bool) -> list[str]:
     """What the interpreter needs to read: its own library, installed packages, shared libraries."""
     found = [sys.base_prefix, sys.base_exec_prefix, *_packages(), *_LIBRARIES]
-    return list(dict.fromkeys(found + list(_NETWORK_FILES if network else ())))
+    found += _NETWORK_FILES if network else ()
+    # Data and answers lie where the run was started, and images often do that in /usr/src.
+    here = os.path.realpath(os.getcwd())
+    needed = [sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")]
+    if not any(_lies_in(path, here) for path in needed):
+        found = [each for path in found for each in _without(here, path)]
+    return list(dict.fromkeys(found))
+
+
+def _without(folder: str, path: str) -> list[str]:
+    """The path; or, if the folder lies below it, all that lies beside the folder."""
+    if os.path.realpath(path) == folder or not _lies_in(folder, path):
+        return [path]
+    beside = [os.path.join(path, name) for name in os.listdir(path)]
+    return [each for one in beside if os.path.realpath(one) != folder for each in _without(folder, one)]
+
+
+def _lies_in(path: str, folder: str) -> bool:
+    path, folder = os.path.realpath(path), os.path.realpath(folder)
+    return os.path.commonpath([path, folder]) == folder
 
 
 # Tries each limit from inside, and says which does not hold.

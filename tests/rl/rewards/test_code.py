@@ -1,11 +1,12 @@
 """The reward `code`: programs that are right, wrong, endless and sly, in the real sandbox."""
 
 import asyncio
+import sys
 from datetime import date
 
 import pytest
 
-from shardproof.environments import sandbox_child
+from shardproof.environments import sandbox, sandbox_child
 from shardproof.errors import ConfigError
 from shardproof.rl.rewards.code import program_of
 from shardproof.rl.rewards.functions import find_reward, row_problem
@@ -191,6 +192,25 @@ def test_a_program_has_no_network_no_files_of_others_and_little_memory(tmp_path)
         "x = bytearray(10**9)\nprint(1)",
     ]
     assert scored(tests, *map(fenced, programs), memory_mb=256) == [0.0] * 4
+
+
+def test_a_program_cannot_read_where_the_run_was_started_though_it_lies_beside_libraries(
+    tmp_path, monkeypatch
+):
+    for name in ("lib", "src/app", "src/other"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "answers").write_text("1")
+    monkeypatch.chdir(tmp_path / "src" / "app")
+    monkeypatch.setattr(sandbox, "_LIBRARIES", (*sandbox._LIBRARIES, str(tmp_path)))
+    monkeypatch.setattr(sandbox, "_readable", sandbox._readable.__wrapped__)
+    programs = [
+        f"print(open({str(tmp_path / name / 'answers')!r}).read())"
+        for name in ("lib", "src/other", "src/app")
+    ]
+    tests = [{"input": "", "output": "1"}]
+    assert scored(tests, *map(fenced, programs)) == [1.0, 1.0, 0.0]
+    monkeypatch.chdir(sys.base_prefix)  # without which there is no interpreter
+    assert scored(tests, fenced("import json\nprint(1)")) == [1.0]
 
 
 def test_the_last_block_of_python_is_the_program():
