@@ -54,6 +54,15 @@ def test_the_judge_reads_the_template_and_its_score_is_scaled(server):
     assert "Reference answer:\nfour\n" in user["content"]
 
 
+def test_the_default_template_rates_on_the_scale(server):
+    for scale, ends in (
+        ([0, 10], "from 0 (wrong) to 10 (right"),
+        ([-1, 2.5], "from -1 (wrong) to 2.5 (right"),
+    ):
+        ask(judge_of(server, scale=scale), "say Score: 1")
+        assert ends in server.asked[-1]["messages"][0]["content"]
+
+
 def test_a_service_with_a_query_in_its_address_and_another_name_for_the_limit(server):
     for end in ("?version=1", "/", "/chat/completions/?version=1", "/chat/completions"):
         judge = judge_of(server, url=server.url + end, cache=False, body={"max_completion_tokens": 5})
@@ -213,12 +222,18 @@ def test_what_was_judged_before_is_not_asked_again(server, tmp_path):
     assert [one.facts["cached"] for one in (*first[:2], again[0], other[0])] == [0, 1, 1, 0]
     assert server.seen == {"a": 2, "say nothing": 2}
     assert len([*(tmp_path / "run" / "judge").rglob("*.json")]) == 2
-    # Another pattern reads another score from the same answer.
-    (found,) = ask(judge_of(server, around, pattern=r"(\d+)$", scale=[0, 7]), "a")
-    assert (found.value, found.facts) == (1.0, {"cached": 1.0})
+    # Another pattern reads its score from the same answer.
+    (found,) = ask(judge_of(server, around, pattern=r"(\d+)$"), "a")
+    assert (found.value, found.facts) == (0.7, {"cached": 1.0})
     # One that finds none there asks again.
     (found,) = ask(judge_of(server, around, pattern=r"Grade: (\d+)"), "a")
     assert "holds no score" in found.error and server.seen["a"] == 3
+    # Another scale asks for another score, unless the user's own template is what asks.
+    (found,) = ask(judge_of(server, around, scale=[0, 7]), "a")
+    assert found.value == 1.0 and server.seen["a"] == 4
+    for scale, value in ([0, 10], 0.7), ([0, 7], 1.0):
+        (found,) = ask(judge_of(server, around, prompt="{completion}", scale=scale), "a")
+        assert found.value == value and server.seen["a"] == 5
     (elsewhere,) = ask(judge_of(server, around, cache=str(tmp_path / "shared")), "a")
     (never,) = ask(judge_of(server, around, cache=False), "a")
     assert (elsewhere.facts["cached"], never.facts["cached"]) == (0, 0)

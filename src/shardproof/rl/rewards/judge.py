@@ -110,6 +110,9 @@ class Judge:
         are_numbers = all(isinstance(each, int | float) and not isinstance(each, bool) for each in scale)
         if len(scale) != 2 or not are_numbers or not -math.inf < scale[0] < scale[1] < math.inf:
             raise ValueError(f"scale={self.scale!r} is not the lowest and the highest score")
+        if self.prompt == PROMPT:
+            ends = f"from {scale[0]:g} (wrong) to {scale[1]:g} (right"
+            self.prompt = PROMPT.replace("from 0 (wrong) to 10 (right", ends)
         if not isinstance(self.body, Mapping):
             raise ValueError(f"body={self.body!r} is not a table")
         for key in self.body.keys() & _NOT_IN_BODY.keys():
