@@ -77,6 +77,10 @@ VALUES = [
     # transformers' warm-up begins at 0; 'constant' has none.
     ({"trainer__policy__optimizer_config__num_warmup_steps": 7}, {"optimizer.warmup_steps": 7, "optimizer.warmup_from_zero": True}),
     ({"trainer__policy__optimizer_config__scheduler": "cosine"}, {"optimizer.schedule": "cosine"}),
+    # Before engines had a section of their own, what is not said about evaluations was greedy, and as long as in training.
+    ({"generator__num_inference_engines": 2, f"{EVALUATED}top_p": 0.7, "generator__eval_n_samples_per_prompt": 4,
+      "generator__sampling_params__max_generate_length": 64},
+     {"evaluation.temperature": 0.0, "evaluation.max_new_tokens": 64, "output.eval_samples": 1}),
     # Evaluations are greedy, and where anything is said about them the rest is as in training by default.
     ({"generator__eval_n_samples_per_prompt": 4}, {"evaluation.temperature": 0.0, "output.eval_samples": 1}),
     ({"generator__eval_n_samples_per_prompt": 4, f"{EVALUATED}top_p": 0.7},

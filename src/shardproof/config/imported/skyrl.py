@@ -256,13 +256,16 @@ def _engine(draft: Draft, foreign: Foreign) -> None:
 
 
 def _evaluation(draft: Draft, foreign: Foreign) -> None:
-    """SkyRL evaluates greedily, unless settings for it are given: then those that are not have their defaults."""
+    """SkyRL evaluates greedily, unless settings for it are given: then those that are not have their defaults, which before
+    `generator.inference_engine` were greedy as well, and as long as in training."""
     given = any(key.startswith(f"{_EVAL}.") for key in foreign.values)
-    temperature = float(foreign.take(f"{_EVAL}.temperature", 1.0 if given else 0.0))
+    apart = given and not _is_old(foreign)
+    temperature = float(foreign.take(f"{_EVAL}.temperature", 1.0 if apart else 0.0))
     draft.put("evaluation.temperature", temperature, f"{_EVAL}.temperature")
     draft.put("evaluation.top_p", float(foreign.take(f"{_EVAL}.top_p", 1.0)), f"{_EVAL}.top_p")
     if given:
-        length = int(foreign.take(f"{_EVAL}.max_generate_length", 1024))
+        own = 1024 if apart else draft.values["rollout.max_new_tokens"]
+        length = int(foreign.take(f"{_EVAL}.max_generate_length", own))
         draft.put("evaluation.max_new_tokens", length, f"{_EVAL}.max_generate_length")
     draw_evaluations(draft, foreign, _EVAL, ["top_k", "min_p"])
     key = f"{_EVAL}.repetition_penalty"
