@@ -48,6 +48,24 @@ python -m main $MORE "${LIST[@]}" "$@"
     assert found == {"a.x": 1, "a.y": "two words", "a.z": [1, 2], "a.name": "it's"}
 
 
+def test_settings_of_no_section_and_groups_of_configs_are_settings_too(tmp_path):
+    found = script(
+        tmp_path,
+        """
+A=1 env mode=debug python --with torch==2.7 -m main engine=megatron model.path=a actor@model.actor=lite \\
+  +bench=default tries=3 +model.args.max-model-len=4 > log.txt
+""",
+    )
+    assert found == {
+        "engine": "megatron",
+        "model.path": "a",
+        "actor@model.actor": "lite",
+        "bench": "default",
+        "tries": 3,
+        "model.args.max-model-len": 4,
+    }
+
+
 def test_what_a_command_would_say_is_one_word(tmp_path):
     text = 'HERE="$(cd "$(dirname "$0")" && pwd)"\nNAME=${NAME_OF_NOTHING:-run_$(date +%Y %m)}\n'
     found = script(tmp_path, f"{text}python main a.here=$HERE/x a.name=$NAME a.last=1")

@@ -74,6 +74,10 @@ VALUES = [
     ({f"{ACTOR}.fsdp_config": {"model_dtype": "bf16", "ulysses_sequence_parallel_size": 2}},
      {"model.param_dtype": "bfloat16", "model.sequence_parallel": 2}),
     ({f"{ACTOR}.fsdp_config.fsdp_size": 8, "trainer.nnodes": 2}, {"model.replicate": 2}),
+    # The name of today, and that of before.
+    ({f"{ACTOR}.fsdp_config.strategy": "fsdp2"}, {"model.strategy": "fsdp2"}),
+    ({f"{ACTOR}.strategy": "fsdp2"}, {"model.strategy": "fsdp2"}),
+    ({"model_engine": "dp"}, {"model.strategy": "fsdp1"}),
     ({f"{ACTOR}.optim": {"clip_grad": 0.5, "optimizer": "AdamW8bit"}, f"{ACTOR}.grad_clip": 1.0},
      {"optimizer.max_grad_norm": 0.5, "optimizer.name": "adamw_8bit"}),
     # The learning rate moves once per step of verl's, here with each of its 2 x 3 updates.
@@ -203,8 +207,18 @@ def test_a_critic_that_is_updated_as_the_policy_is_no_difference(tmp_path):
     assert made.draft.gaps == {}
 
 
+@pytest.mark.parametrize("setting", ["model_engine=megatron", "actor@actor_rollout_ref.actor=lite_actor"])
+def test_what_a_script_says_beside_its_sections_is_named(tmp_path, setting):
+    text = f"python -m verl.trainer.main_ppo {setting} algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=4"
+    made = imported(tmp_path, text, name="run.sh")
+    key, _, value = setting.partition("=")
+    assert f"{key}={value!r}" in made.draft.gaps
+
+
 def test_a_config_of_the_sft_trainer_is_not_taken_for_one_of_rl(tmp_path):
     with pytest.raises(ConfigError, match="of verl's or SkyRL's SFT trainer"):
         imported(
             tmp_path, "{data: {train_files: a}, model: {path: b}, optim: {lr: 1}, trainer: {total_epochs: 2}}"
         )
+    with pytest.raises(ConfigError, match="of verl's or SkyRL's SFT trainer"):
+        imported(tmp_path, "{model: {path: b}, placement: {num_nodes: 1}, max_length: 4096, seed: 1}")

@@ -19,6 +19,7 @@ UNSURE = "Only running the script would tell:"
 LIBRARIES = ("trl", "verl", "skyrl")
 _TITLES = {"trl": "TRL", "verl": "verl", "skyrl": "SkyRL"}
 _OF_VERL = ("actor_rollout_ref.", "algorithm.")
+_OF_OTHERS = {"data", "trainer", "model", "rollout", "placement"}  # sections that no config of TRL has
 _OF_SKYRL = ("generator.", "trainer.policy.", "trainer.placement.", "trainer.algorithm.", "environment.env_")
 
 _REFUSED = (
@@ -50,7 +51,7 @@ def find_library(foreign: Foreign) -> str:
         if any(key.startswith(prefixes) for key in keys):
             return name
     sections = sorted({key.partition(".")[0] for key in keys if "." in key})
-    if sections and not trl.has_own(foreign):
+    if sections and (not trl.has_own(foreign) or _OF_OTHERS & set(sections)):
         named = f"it has the sections {', '.join(sections[:5])}"
         message = f"the config is none of TRL's, verl's or SkyRL's that are read: {named}."
         fix = "say whose it is with --library"

@@ -17,7 +17,7 @@ from shardproof.foreign import read_foreign
 
 _MAX_BYTES = 2**22
 _REFERENCE = re.compile(r"\$\{([^${}]*)\}")
-_SETTING = re.compile(r"([+~]{0,2})([A-Za-z_][\w.]*)=(.*)", re.DOTALL)
+_SETTING = re.compile(r"([+~]{0,2})([A-Za-z_][\w.@/-]*)=(.*)", re.DOTALL)
 _MAX_ROUNDS = 10  # of references in references
 _MAX_FOLDERS, _MAX_SAID = 8, 8
 _MAX_SETTINGS, _MAX_NODES, _MAX_LENGTH = 10_000, 200_000, 100_000

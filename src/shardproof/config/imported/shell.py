@@ -22,7 +22,9 @@ from shardproof.config.imported.shell_syntax import (
 )
 from shardproof.config.imported.shell_values import UNKNOWN, Values, is_unknown
 
-_SETTING = re.compile(r"[+~]{0,2}[A-Za-z_]\w*\.[\w.]*=", re.DOTALL)
+# Keys of sections, and those of no section or of a group of configs, which are as other words are: model_engine=megatron.
+_SETTING = re.compile(r"[+~]{0,2}[A-Za-z_]\w*\.[\w.-]*=(?!=)", re.DOTALL)
+_OF_NO_SECTION = re.compile(r"[+~]{0,2}[a-z_]\w*(?:/\w+)*(?:@[\w.]+)?=(?!=)", re.DOTALL)
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 _DECLARING = ("export", "local", "declare", "readonly", "typeset")
 _SAYING = ("echo", "printf", "cat", "tee", "log", "read", "die", "usage")  # whose words are no settings
@@ -233,7 +235,7 @@ class _Run:
             if document is not None and "python" not in first:
                 self.script(document, rest)
         if not self.starts_script(words):
-            settings = [word for word in words if _SETTING.match(word)]
+            settings = _settings(words)
             if settings:
                 self.started.commands.append(settings)
                 self.name_config(words)
@@ -286,7 +288,7 @@ class _Run:
             self.script(text, arguments)
             return
         self.started.missing.append(name)
-        settings = [word for word in arguments if _SETTING.match(word)]
+        settings = _settings(arguments)
         if settings:
             self.started.commands.append(settings)
             self.started.notes.append(
@@ -303,6 +305,16 @@ class _Run:
             self.inside(lambda: self.call(found, arguments))
         except _End:
             return
+
+
+def _settings(words: Sequence[str]) -> list[str]:
+    """The settings among a command's words; those of no section stand beside others, unlike variables before a command."""
+    first = next((place for place, word in enumerate(words) if _SETTING.match(word)), None)
+    if first is None:
+        return []
+    while first and _OF_NO_SECTION.match(words[first - 1]):
+        first -= 1
+    return [word for word in words[first:] if _SETTING.match(word) or _OF_NO_SECTION.match(word)]
 
 
 def _said(tested: Commands) -> str:

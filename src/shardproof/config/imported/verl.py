@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fnmatch
+
 from shardproof.config.imported.draft import Draft, Foreign, Same, copy
 from shardproof.config.imported.engine_arguments import named_arguments
 from shardproof.config.imported.shared_settings import (
@@ -88,10 +90,14 @@ def translate(foreign: Foreign) -> Draft:
 
 
 def _model(draft: Draft, foreign: Foreign) -> None:
-    strategy = foreign.take(f"{ACTOR}.strategy", "fsdp")
-    draft.put("model.strategy", "fsdp2" if strategy == "fsdp2" else "fsdp1", f"{ACTOR}.strategy")
+    named = {key: foreign.take(key, "fsdp") for key in (f"{ACTOR}.strategy", f"{_FSDP}.strategy")}
+    key, strategy = next((each for each in named.items() if each[1] != "fsdp"), (f"{ACTOR}.strategy", "fsdp"))
+    draft.put("model.strategy", "fsdp2" if strategy == "fsdp2" else "fsdp1", key)
     if strategy not in ("fsdp", "fsdp2"):
-        draft.gaps[f"{ACTOR}.strategy={strategy!r}"] = "models are sharded by FSDP"
+        draft.gaps[f"{key}={strategy!r}"] = "models are sharded by FSDP"
+    draft.lack(foreign, "model_engine", "models are sharded by FSDP", unless=("dp",))
+    for key in fnmatch.filter(foreign.left, "*@*"):
+        draft.lack(foreign, key, "names a config of verl's, which is not read")
     _sharding(draft, foreign)
     adapters(draft, foreign, MODEL, "model.lora")
     if foreign.take(f"{ACTOR}.use_dynamic_bsz", False):
@@ -205,9 +211,9 @@ def _evaluation(draft: Draft, foreign: Foreign, engine: str) -> None:
 
 def _is_megatron(foreign: Foreign) -> bool:
     """Whether a config is of verl's Megatron trainer, which a script may name by its own settings alone."""
-    strategy = foreign.take(f"{ACTOR}.strategy")
+    named = foreign.take(f"{ACTOR}.strategy", foreign.take("model_engine"))
     own = any(key.startswith(f"{ACTOR}.megatron.") for key in foreign.values)
-    return bool(strategy == "megatron" or (strategy is None and own))
+    return bool(named == "megatron" or (named is None and own))
 
 
 def _schedule(draft: Draft, foreign: Foreign, root: str) -> None:
