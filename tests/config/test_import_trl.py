@@ -32,6 +32,7 @@ VALUES = [
     ("grpo", {**SAMPLED, "loss_type": "luspo"}, {"algorithm.ratio": "token"}),
     ("grpo", {**SAMPLED, "loss_type": "sapo", "epsilon": 0.3}, {"algorithm.clip_low": None}),
     ("grpo", {**VLLM, "vllm_importance_sampling_clip_max": None}, {"algorithm.mis_cap": 1e6}),
+    ("grpo", {**VLLM, "vllm_importance_sampling_clip_max": 3.0, "vllm_importance_sampling_cap": 2.0}, {"algorithm.mis_cap": 2.0}),
     ("grpo", {**VLLM, "vllm_mode": "server", "vllm_server_port": 9000}, {"rollout.vllm.url": "http://localhost:9000"}),
     # Evaluations: as often as lines are logged, with as many completions as training has, on all rows.
     ("grpo", EVALUATED, {"output.eval_every": 10, "output.eval_samples": 8, "output.eval_prompts": 2**20}),
@@ -43,6 +44,11 @@ VALUES = [
     ("grpo", {**SAMPLED, "project": "mine", "report_to": ["wandb"]}, {"output.project": "mine", "output.trackers": ["wandb"]}),
     ("grpo", {**SAMPLED, "lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": '{"min_lr_rate": 0.1}'},
      {"optimizer.final_ratio": 0.1}),
+    # transformers' schedule 'constant' has no warm-up, whatever else is said.
+    ("grpo", {**SAMPLED, "lr_scheduler_type": "constant", "warmup_steps": 10},
+     {"optimizer.schedule": "constant", "optimizer.warmup_steps": None, "optimizer.warmup_from_zero": None}),
+    ("sft", {**GIVEN, "lr_scheduler_type": "constant_with_warmup", "warmup_ratio": 0.1},
+     {"optimizer.schedule": "constant", "optimizer.warmup_ratio": 0.1}),
     ("grpo", {**SAMPLED, "model_init_kwargs": {"dtype": "bfloat16"}}, {"model.param_dtype": "bfloat16"}),
     ("grpo", {**SAMPLED, "optim": "adamw_torch_8bit"}, {"optimizer.name": "adamw_8bit"}),
     ("grpo", {**SAMPLED, "use_peft": False, "lora_r": 16}, {"model.lora.r": None}),

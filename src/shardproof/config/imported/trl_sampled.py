@@ -235,9 +235,8 @@ def _server(draft: Draft, foreign: Foreign) -> None:
 
 def _correction(draft: Draft, foreign: Foreign) -> None:
     key = "vllm_importance_sampling_clip_max"
-    high = float(foreign.take(key, foreign.take("vllm_importance_sampling_cap", 3.0)))
-    if foreign.is_null(key):
-        high = _NO_LIMIT
+    high = _NO_LIMIT if foreign.is_null(key) else float(foreign.take(key, 3.0))
+    high = float(foreign.take("vllm_importance_sampling_cap", high))  # the name of before wins in TRL
     low = foreign.take("vllm_importance_sampling_clip_min")
     mode = foreign.take("vllm_importance_sampling_mode", "sequence_mask")
     if foreign.take("loss_type") == "vespo":

@@ -44,11 +44,13 @@ def schedule(draft: Draft, foreign: Foreign) -> None:
     for key, value in more.items():
         if value != _DEFAULTS_OF_KWARGS.get(key):
             draft.gaps[f"lr_scheduler_kwargs.{key}={value!r}"] = "the schedule has no such setting"
-    _warmup(draft, foreign)
+    _warmup(draft, foreign, kind)
 
 
-def _warmup(draft: Draft, foreign: Foreign) -> None:
+def _warmup(draft: Draft, foreign: Foreign, kind: str) -> None:
     ratio, number = foreign.take("warmup_ratio", 0), foreign.take("warmup_steps", 0)
+    if kind == "constant":  # which has none in transformers, whatever else is said
+        return
     if 0 < number < 1:
         ratio, number = number, 0
     if number:
