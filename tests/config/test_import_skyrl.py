@@ -67,7 +67,8 @@ VALUES = [
      {"algorithm.kl_in": "reward", "algorithm.kl_target": 0.1, "algorithm.kl_horizon": 10000}),
     ({f"{ALGORITHM}advantage_estimator": "gae", "trainer__critic__model__lora__rank": 8}, {"critic.lora.r": 8}),
     ({f"{ALGORITHM}gamma": 0.9}, {"algorithm.gamma": None}),
-    ({}, {"algorithm.scale": "sample", "algorithm.scale_eps": 1e-6, "data.too_long": "drop", "train.steps": 20}),
+    ({}, {"algorithm.scale": "sample", "algorithm.scale_eps": 1e-6, "data.too_long": "drop", "train.steps": 20,
+          "output.keep": 1_000_000}),
     # What is normalised over the batch is divided by its deviation, whether the estimator divides by one or not.
     ({f"{ALGORITHM}advantage_estimator": "rloo", f"{ALGORITHM}advantage_batch_normalize": True},
      {"algorithm.scale": "population", "algorithm.scale_over": "tokens"}),

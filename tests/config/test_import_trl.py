@@ -40,7 +40,8 @@ VALUES = [
     # One completion per row is drawn like all others, and not greedily.
     ("grpo", {**EVALUATED, "num_generations_eval": 1, "temperature": 0.9},
      {"output.eval_samples": 1, "evaluation.temperature": 0.9}),
-    ("grpo", {**SAMPLED, "save_steps": 0.1}, {"output.save_every": 4}),
+    ("grpo", {**SAMPLED, "save_steps": 0.1}, {"output.save_every": 4, "output.keep": 1_000_000}),  # TRL keeps all
+    ("sft", {**GIVEN, "save_total_limit": 3}, {"output.keep": 3}),
     ("grpo", {**SAMPLED, "project": "mine", "report_to": ["wandb"]}, {"output.project": "mine", "output.trackers": ["wandb"]}),
     ("grpo", {**SAMPLED, "lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": '{"min_lr_rate": 0.1}'},
      {"optimizer.final_ratio": 0.1}),

@@ -110,7 +110,8 @@ VALUES = [
     ({"algorithm.gamma": 0.9}, {"algorithm.gamma": None}),  # which verl's GRPO does not read
     ({"algorithm.adv_estimator": "reinforce_plus_plus", "algorithm.gamma": 0.9}, {"algorithm.gamma": 0.9}),
     ({"trainer.test_freq": -1}, {"output.eval_every": 0, "evaluation.sets": None}),
-    ({}, {"output.eval_prompts": 2**20}),
+    ({}, {"output.eval_prompts": 2**20, "output.keep": 1_000_000}),
+    ({"trainer.max_actor_ckpt_to_keep": 3}, {"output.keep": 3}),
 ]  # fmt: skip
 
 

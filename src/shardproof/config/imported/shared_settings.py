@@ -12,6 +12,7 @@ from shardproof.config.imported.draft import Draft, Foreign
 TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")
 MAX_ROWS = 2**20  # the most that a recipe may say
 NO_MODEL = "path/to/model"
+KEEP_ALL = 1_000_000  # checkpoints: more than a run writes, for the libraries keep all unless a config says otherwise
 
 
 def hub_source(name: str, config: str | None = None, split: str | None = None) -> str:

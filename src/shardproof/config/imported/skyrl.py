@@ -7,6 +7,7 @@ from typing import Any
 from shardproof.config.imported.draft import Draft, Foreign, Same, copy
 from shardproof.config.imported.engine_arguments import engine_arguments
 from shardproof.config.imported.shared_settings import (
+    KEEP_ALL,
     as_list,
     draw_evaluations,
     evaluate_all,
@@ -108,7 +109,7 @@ _TABLE = (
     Same("generator.chat_template_kwargs", "data.chat_template_kwargs"),
     Same("trainer.ckpt_path", "output.folder"),
     Same("trainer.ckpt_interval", "output.save_every", 10, lambda every: max(int(every), 0)),
-    Same("trainer.max_ckpts_to_keep", "output.keep", None, lambda num: num if num > 0 else 1_000_000),
+    Same("trainer.max_ckpts_to_keep", "output.keep", -1, lambda num: num if num > 0 else KEEP_ALL),
     Same("trainer.project_name", "output.project", "skyrl", str),
     Same("trainer.run_name", "output.run_name", None, str),
 )

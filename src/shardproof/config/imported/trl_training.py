@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from shardproof.config.imported.draft import Draft, Foreign, Same, copy
-from shardproof.config.imported.shared_settings import evaluate_all, trackers
+from shardproof.config.imported.shared_settings import KEEP_ALL, evaluate_all, trackers
 
 _SCHEDULES = {
     "linear": "linear",
@@ -79,7 +79,7 @@ def output(draft: Draft, foreign: Foreign, updates: int, samples: int) -> None:
         draft.gaps["save_strategy='best'"] = "set evaluation.best, which keeps that model beside checkpoints"
     else:
         _every(draft, "output.save_every", saves, foreign.take("save_steps", 500), updates, "save")
-    copy(draft, foreign, [Same("save_total_limit", "output.keep")])
+    copy(draft, foreign, [Same("save_total_limit", "output.keep", KEEP_ALL)])
     evaluates = foreign.take("eval_strategy", "no")
     if evaluates != "no" and "data.evaluation" in draft.values:
         every = foreign.take("eval_steps", 0) or foreign.take(

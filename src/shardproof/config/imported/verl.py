@@ -7,6 +7,7 @@ import fnmatch
 from shardproof.config.imported.draft import Draft, Foreign, Same, copy
 from shardproof.config.imported.engine_arguments import named_arguments
 from shardproof.config.imported.shared_settings import (
+    KEEP_ALL,
     as_list,
     as_policy,
     draw_evaluations,
@@ -68,7 +69,7 @@ _TABLE = (
     Same("trainer.project_name", "output.project", "verl_examples", str),
     Same("trainer.experiment_name", "output.run_name", None, str),
     Same("trainer.default_local_dir", "output.folder"),
-    Same("trainer.max_actor_ckpt_to_keep", "output.keep"),
+    Same("trainer.max_actor_ckpt_to_keep", "output.keep", KEEP_ALL),
 )
 
 
