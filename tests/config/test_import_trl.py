@@ -70,6 +70,12 @@ VALUES = [
       "rollout.frequency_penalty": 0.1, "rollout.stop_ids": [7]}),
     ("rloo", {**SAMPLED, "generation_kwargs": '{"stop_strings": ["a", "b"], "presence_penalty": 1, "min_p": 0.1}'},
      {"rollout.stop": ["a", "b"], "rollout.presence_penalty": 1.0, "rollout.min_p": 0.1}),
+    # Scripts around TRL make conversations from a column and a system message; the length of SFT has had another name.
+    ("grpo", {**SAMPLED, "dataset_prompt_column": "problem", "system_prompt": "Think."},
+     {"data.prompt_column": "problem", "data.system_prompt": "Think.", "data.chat": True}),
+    ("grpo", {**SAMPLED, "report_to": ["wandb"], "wandb_project": "open", "wandb_entity": "team"},
+     {"output.project": "open", "output.tracker_options": {"wandb": {"entity": "team"}}}),
+    ("sft", {**GIVEN, "max_seq_length": 4096}, {"data.max_length": 4096}),
     ("sft", {**GIVEN, "max_length": None}, {"data.max_length": None, "data.on_max_length": None}),
     ("dpo", GIVEN, {"data.max_length": 1024, "data.on_max_length": "truncate"}),
     ("dpo", {**GIVEN, "sync_ref_model": True, "ref_model_sync_steps": 64},
@@ -108,6 +114,8 @@ GAPS = [
     ("grpo", {**SAMPLED, "generation_kwargs": "{no json"}, "generation_kwargs='{no json'"),
     ("grpo", {**SAMPLED, "max_prompt_length": 512}, "max_prompt_length=512"),
     ("sft", {**GIVEN, "load_in_4bit": True}, "load_in_4bit=True"),
+    ("dpo", {**GIVEN, "dataset_mixer": {"org/pairs": 0.5}}, "dataset_mixer.org/pairs=0.5"),
+    ("sft", {**GIVEN, "chat_template": "{{ messages }}"}, "chat_template="),
 ]  # fmt: skip
 
 

@@ -11,7 +11,13 @@ from shardproof.config.imported.draft import Draft, Foreign, Same, copy
 from shardproof.config.imported.files import flatten
 from shardproof.config.imported.shared_settings import fill_in_missing, hub_source, steps
 from shardproof.config.imported.trl_given import GIVEN, rows_of_a_step
-from shardproof.config.imported.trl_others import OF_LAUNCHER, OWN_VALUES, processes, refuse_others
+from shardproof.config.imported.trl_others import (
+    OF_LAUNCHER,
+    OWN_VALUES,
+    of_scripts,
+    processes,
+    refuse_others,
+)
 from shardproof.config.imported.trl_sampled import LOSSES, rewards, sampled
 from shardproof.config.imported.trl_training import optimizer, output, schedule
 from shardproof.config.imported.yaml_text import load_argument
@@ -66,6 +72,7 @@ _UNNEEDED = {
     "num_completions_to_print": "see output.samples_per_step",
     "dataloader_*": "data is read once per host",
     "dataset_num_proc": "data is read once per host",
+    "preprocessing_num_workers": "data is read once per host",
     "remove_unused_columns": "rewards see every column",
     "disable_tqdm": "use --quiet",
     "ddp_*": "models are sharded by FSDP",
@@ -77,7 +84,7 @@ _UNNEEDED = {
     "eval_accumulation_steps": "see rollout.batch_size",
     "tf32": "torch's own setting",
     "torch_compile*": "see model.compile",
-    "use_liger_kernel": "kernels are chosen for the device",
+    "use_liger*": "kernels are chosen for the device",
     "liger_kernel_config*": "kernels are chosen for the device",
     "gradient_checkpointing_kwargs*": "see model.checkpoint_activations",
     "padding_free": "batches are never padded",
@@ -213,6 +220,7 @@ def translate(foreign: Foreign, trainer: str, given_ranks: int | None) -> Draft:
     schedule(draft, foreign)
     optimizer(draft, foreign)
     output(draft, foreign, updates, samples)
+    of_scripts(draft, foreign, samples=trainer in ("grpo", "rloo"))
     fill_in_missing(draft, rewarded=trainer in ("grpo", "rloo"))
     for key, values in OWN_VALUES.items():
         if key in foreign.left and foreign.left[key] in values:

@@ -105,8 +105,9 @@ def _reward(draft: Draft, foreign: Foreign) -> None:
 
 
 def _lengths(draft: Draft, foreign: Foreign, too_long: str = "truncate") -> None:
-    if not foreign.is_null("max_length"):
-        draft.put("data.max_length", int(foreign.take("max_length", 1024)), "max_length")
+    key = foreign.either("max_length", "max_seq_length")  # of SFT before
+    if not foreign.is_null("max_length") or foreign.has(key):
+        draft.put("data.max_length", int(foreign.take(key, 1024)), key)
         draft.put("data.on_max_length", too_long, f"TRL {_TOO_LONG[too_long]} rows that are too long")
     draft.lack(foreign, "truncation_mode", "rows are cut at their end", unless=("keep_start",))
 

@@ -1,10 +1,11 @@
-"""What TRL's configs have beside the settings of a trainer that is read: other trainers, the launcher, what happens anyway."""
+"""What TRL's configs have beside the settings of a trainer that is read: other trainers, the launcher, scripts around TRL."""
 
 from __future__ import annotations
 
+import fnmatch
 from typing import Any
 
-from shardproof.config.imported.draft import Draft, Foreign
+from shardproof.config.imported.draft import Draft, Foreign, Same, copy
 from shardproof.errors import fail
 
 _OTHERS: dict[str, tuple[str, ...]] = {
@@ -71,6 +72,37 @@ OF_LAUNCHER: dict[str, str] = {
     **dict.fromkeys(("dynamo_*",), "see model.compile"),
     **dict.fromkeys(("enable_cpu_affinity", "num_cpu_threads_per_process", "tpu_*"), "the launcher knows it"),
 }
+
+# Of scripts around TRL, such as open-r1's and the alignment handbook's, which have settings of their own.
+_IN_TRAIN = "name each of them in data.train, as docs/own-data.md has it"
+_OF_SCRIPTS = {
+    "chat_template": "put the template into the model's folder",
+    "dataset_configs": _IN_TRAIN,
+    "dataset_splits": _IN_TRAIN,
+    "dataset_mix*": _IN_TRAIN,
+    "vllm_device": "see rollout.vllm.devices",
+    "system_prompt": "see data.system_prompt",
+    "dataset_prompt_column": "see data.prompt_column",
+}
+
+
+def of_scripts(draft: Draft, foreign: Foreign, *, samples: bool) -> None:
+    """What scripts around TRL say: prompts that they make from a column and a system message, and the tracker's project."""
+    prompts = (
+        Same("dataset_prompt_column", "data.prompt_column"),
+        Same("system_prompt", "data.system_prompt"),
+    )
+    if samples and any(foreign.has(row.theirs) for row in prompts):
+        copy(draft, foreign, prompts)
+        draft.put("data.chat", True, "system_prompt, dataset_prompt_column: the script makes conversations")
+    if foreign.has("wandb_project") and "wandb" in draft.values["output.trackers"]:
+        copy(draft, foreign, [Same("wandb_project", "output.project", None, str)])
+        if foreign.has("wandb_entity"):
+            entity = str(foreign.take("wandb_entity"))
+            draft.put("output.tracker_options", {"wandb": {"entity": entity}}, "wandb_entity")
+    for pattern, why in _OF_SCRIPTS.items():
+        for key in fnmatch.filter(foreign.left, pattern):
+            draft.lack(foreign, key, why, unless=("auto",))
 
 
 def processes(draft: Draft, foreign: Foreign, ranks: int | None) -> int:
