@@ -19,7 +19,7 @@ from shardproof.config.imported.shared_settings import (
     train_sources,
 )
 from shardproof.config.imported.verl_adapters import adapters
-from shardproof.config.imported.verl_async import running_ahead
+from shardproof.config.imported.verl_async import running_ahead, updates_per_rate
 from shardproof.config.imported.verl_objective import ACTOR, objective
 from shardproof.config.imported.verl_rewards import rewards
 from shardproof.config.imported.verl_unneeded import UNNEEDED
@@ -120,6 +120,14 @@ def _overrides(draft: Draft, foreign: Foreign) -> None:
             if not is_off:
                 draft.gaps[f"{root}.{key}={value!r}"] = "change config.json in the model's folder"
     draft.skip(foreign, "*.override_config*", "see the policy's")
+    terms = {
+        "moe_aux_loss_coeff": "see algorithm.router_coef",
+        "moe_z_loss_coeff": "routers have no such loss",
+    }
+    terms |= dict.fromkeys(("attention_dropout", "hidden_dropout"), "models are trained without dropout")
+    for name, why in terms.items():
+        key = f"{ACTOR}.megatron.override_transformer_config.{name}"
+        draft.lack(foreign, key, why, unless=(0, 0.0))
 
 
 def _sharding(draft: Draft, foreign: Foreign) -> None:
@@ -243,6 +251,11 @@ def _schedule(draft: Draft, foreign: Foreign, root: str) -> None:
     }
     for key, own in own_values.items():
         draft.lack(foreign, f"{root}.optim.{key}", "the schedule has no such setting", unless=own)
+    overridden = f"{root}.optim.override_optimizer_config"
+    for key in (f"{root}.optim.eps", f"{overridden}.eps", f"{overridden}.adam_eps"):
+        copy(draft, foreign, [Same(key, "optimizer.eps", None, float)])
+    why = "the weight decay is AdamW's"
+    draft.lack(foreign, f"{overridden}.decoupled_weight_decay", why, unless=(True,))
     name = str(foreign.take(f"{root}.optim.optimizer", "AdamW"))
     if name.lower() in ("adamw8bit", "pagedadamw8bit"):
         draft.put("optimizer.name", "adamw_8bit", f"{root}.optim.optimizer")
@@ -256,7 +269,7 @@ def _warmup(draft: Draft, foreign: Foreign, root: str) -> None:
     number = int(foreign.take(f"{root}.optim.lr_warmup_steps", -1))
     ratio = float(foreign.take(f"{root}.optim.lr_warmup_steps_ratio", 0.0))
     by_ratio = number < 0 or (number == 0 and _is_megatron(foreign))  # 0 is a number for FSDP alone
-    updates = draft.values["algorithm.updates_per_epoch"] * int(draft.values["algorithm.epochs_per_batch"])
+    updates = updates_per_rate(draft, foreign) * int(draft.values["algorithm.epochs_per_batch"])
     if number > 0:
         origin = f"{root}.optim.lr_warmup_steps={number}, of {updates} updates each"
         draft.put("optimizer.warmup_steps", number * updates, origin)
@@ -292,7 +305,7 @@ def _trainer(draft: Draft, foreign: Foreign) -> None:
         limit, per_step = "rollout.total_rollout_steps", draft.values["train.prompts_per_step"]
     steps(draft, foreign.take(limit), epochs, per_step, limit, "trainer.total_epochs")
     foreign.take("trainer.total_training_steps")
-    tests = foreign.either("rollout.test_freq", "trainer.test_freq")
+    tests = "rollout.test_freq" if foreign.has("rollout.test_freq") else "trainer.test_freq"
     foreign.take("trainer.test_freq")
     for key, ours in (("trainer.save_freq", "output.save_every"), (tests, "output.eval_every")):
         every = int(foreign.take(key, -1))

@@ -25,6 +25,15 @@ def adapters(draft: Draft, foreign: Foreign, theirs: str, ours: str) -> None:
         _of_megatron(draft, foreign, f"{theirs}.lora", ours)
         return
     draft.skip(foreign, f"{theirs}.lora.*", "lora.rank is 0")
+    begun = foreign.take(f"{theirs}.lora_adapter_path")
+    draft.lack(
+        foreign, f"{theirs}.lora_adapter_path", "adapters begin at zero: merge it into the model's weights"
+    )
+    if begun is not None and not foreign.take(f"{theirs}.lora_rank", 0):
+        what = f"those of adapter_config.json in {theirs}.lora_adapter_path"
+        for key, own in (("r", 16), ("alpha", 32), ("target_modules", "all-linear")):
+            draft.ask(f"{ours}.{key}", own, what)
+        return
     if not foreign.take(f"{theirs}.lora_rank", 0):
         for key in ("lora_alpha", "target_modules", "exclude_modules"):
             draft.skip(foreign, f"{theirs}.{key}", "the model has no adapters")

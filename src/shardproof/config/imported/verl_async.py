@@ -31,6 +31,13 @@ def running_ahead(draft: Draft, foreign: Foreign) -> None:
     draft.skip(foreign, f"{_OWN}.*", "see docs/running-ahead.md")
 
 
+def updates_per_rate(draft: Draft, foreign: Foreign) -> int:
+    """The updates of an epoch between two moves of verl's learning rate: a step's, or those of the batches that it waits for."""
+    if any(key.startswith(f"{_OWN}.") for key in foreign.values):
+        return int(foreign.take(f"{_OWN}.require_batches", 1))
+    return int(draft.values["algorithm.updates_per_epoch"])
+
+
 def _between_syncs(draft: Draft, foreign: Foreign) -> None:
     """A step is what verl trains on between two times that its servers get weights."""
     mini = int(foreign.take(f"{ACTOR}.ppo_mini_batch_size", 256))

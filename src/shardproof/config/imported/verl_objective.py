@@ -16,6 +16,7 @@ _NAMES = {
     "remax": "remax",
     "rloo_vectorized": "rloo",
     "grpo_vectorized": "grpo",
+    "gdpo": "gdpo",
 }
 _AGGREGATIONS = {
     "token-mean": "token_mean",
@@ -31,6 +32,7 @@ _LOSSES = {
 }
 _LOSSES |= {name: {"surrogate": name} for name in ("sapo", "cispo", "geo_mean", "dppo_tv", "dppo_kl")}
 _LOSSES |= {"vanilla": {}}
+_CLIP = 0.2
 
 
 def objective(draft: Draft, foreign: Foreign) -> None:
@@ -43,7 +45,12 @@ def objective(draft: Draft, foreign: Foreign) -> None:
 def _algorithm(draft: Draft, foreign: Foreign) -> None:
     estimator = foreign.take("algorithm.adv_estimator", "gae")
     draft.put("algorithm.name", _NAMES.get(estimator, "grpo"), "algorithm.adv_estimator")
-    draft.put("algorithm.preset", "verl", "the config is verl's")
+    if estimator == "gdpo":  # over the tokens of the batch, and without a preset of its own
+        for key, value in (("scale_over", "tokens"), ("scale_eps", 1e-8)):
+            draft.put(f"algorithm.{key}", value, "algorithm.adv_estimator")
+        draft.put("reward.normalise", "each", "algorithm.adv_estimator")
+    else:
+        draft.put("algorithm.preset", "verl", "the config is verl's")
     if estimator not in _NAMES:
         draft.gaps[f"algorithm.adv_estimator={estimator!r}"] = "GRPO's advantages are used"
     mini = int(foreign.take(f"{ACTOR}.ppo_mini_batch_size", 256))
@@ -71,6 +78,7 @@ def _algorithm(draft: Draft, foreign: Foreign) -> None:
         ]
         copy(draft, foreign, ends)
     draft.skip(foreign, f"{ACTOR}.tau_*", f"the loss is {loss!r}")
+    draft.skip(foreign, f"{ACTOR}.policy_loss.tau_*", "verl reads those of actor")
     if loss in ("gspo", "sapo", "geo_mean"):  # which take this mean whatever the other keys say
         draft.put("algorithm.aggregation", "sequence_mean", f"{ACTOR}.policy_loss.loss_mode")
     if loss not in _LOSSES:
@@ -90,27 +98,26 @@ def _algorithm(draft: Draft, foreign: Foreign) -> None:
 
 
 def _clip(draft: Draft, foreign: Foreign, loss: str) -> None:
-    clip = float(foreign.take(f"{ACTOR}.clip_ratio", 0.2))
+    """The bounds of the ratio, which verl reads under the names of both ends: clip_ratio stands for one that is null."""
+    both = float(foreign.take(f"{ACTOR}.clip_ratio", _CLIP))
+    ends = {end: f"{ACTOR}.clip_ratio_{end}" for end in ("low", "high")}
+    own = {end: both if foreign.is_null(key) else _CLIP for end, key in ends.items()}
     if loss not in ("sapo", "kl_cov"):
-        draft.put(
-            "algorithm.clip_low",
-            min(float(foreign.take(f"{ACTOR}.clip_ratio_low", clip)), 1.0),  # a ratio is never below 0
-            f"{ACTOR}.clip_ratio_low",
-        )
-        draft.put(
-            "algorithm.clip_high",
-            float(foreign.take(f"{ACTOR}.clip_ratio_high", clip)),
-            f"{ACTOR}.clip_ratio_high",
-        )
+        for end, key in ends.items():
+            bound = float(foreign.take(key, own[end]))
+            # A ratio is never below 0.
+            draft.put(f"algorithm.clip_{end}", min(bound, 1.0) if end == "low" else bound, key)
+        if both != _CLIP and not all(foreign.has(key) or foreign.is_null(key) for key in ends.values()):
+            draft.gaps[f"{ACTOR}.clip_ratio={both:g}"] = (
+                f"verl reads clip_ratio_low and clip_ratio_high, {_CLIP} where a config is silent; before 0.3 it read this"
+            )
     if loss in ("vanilla", "dppo_tv", "dppo_kl"):
         draft.put(
             "algorithm.dual_clip", float(foreign.take(f"{ACTOR}.clip_ratio_c", 3.0)), f"{ACTOR}.clip_ratio_c"
         )
-    (
-        foreign.take(f"{ACTOR}.clip_ratio_c"),
-        foreign.take(f"{ACTOR}.clip_ratio_low"),
-        foreign.take(f"{ACTOR}.clip_ratio_high"),
-    )
+    foreign.take(f"{ACTOR}.clip_ratio_c")
+    for key in ends.values():
+        foreign.take(key)
 
 
 def _covariance(draft: Draft, foreign: Foreign, loss: str) -> None:
@@ -220,6 +227,24 @@ def _correction(draft: Draft, foreign: Foreign) -> None:
         _bypass(draft, foreign, root)
     for key in ("rollout_rs_threshold", "loss_type", "bypass_mode"):
         foreign.take(f"{root}.{key}")
+    _correction_before(draft, foreign)
+
+
+def _correction_before(draft: Draft, foreign: Foreign) -> None:
+    """The same under the names of verl 0.6, where a threshold and rollout_is=True turn it on."""
+    root = "algorithm.rollout_is"
+    if foreign.take(root, False) and foreign.has(f"{root}_threshold"):
+        high = float(foreign.take(f"{root}_threshold"))
+        if foreign.take(f"{root}_mode", "truncate") == "mask":
+            low = float(foreign.take(f"{root}_threshold_lower", 1 / high))
+            draft.put("algorithm.correction", "icepop", f"{root}_mode")
+            draft.put("algorithm.icepop_bounds", [low, high], f"{root}_threshold, {root}_threshold_lower")
+        else:
+            draft.put("algorithm.correction", "tis", root)
+            draft.put("algorithm.tis_cap", high, f"{root}_threshold")
+        draft.lack(foreign, f"{root}_level", "weights are those of tokens", unless=("token",))
+        draft.lack(foreign, f"{root}_veto_threshold", "no completion is left out for one of its tokens")
+    draft.skip(foreign, f"{root}_*", "no weights count: rollout_is and rollout_is_threshold say so")
 
 
 def _bypass(draft: Draft, foreign: Foreign, root: str) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from shardproof.config.imported.draft import Draft, Foreign, nested
 
+_PLAIN = ("naive", "dapo", "batch", "prime")
 _MANAGERS = ("reward.reward_manager.name", "reward_manager.name", "reward_model.reward_manager")
 
 
@@ -30,9 +31,20 @@ def rewards(draft: Draft, foreign: Foreign) -> None:
     else:
         what = "verl has the answer in reward_model.ground_truth: copy it into a column"
         draft.ask("data.answer_column", "answer", what)
+    by_each = draft.values["algorithm.name"] == "gdpo"
+    if by_each:
+        keys, weights = (
+            foreign.take("algorithm.gdpo_reward_keys", []),
+            foreign.take("algorithm.gdpo_reward_weights"),
+        )
+        what = f"a function of its own for each of algorithm.gdpo_reward_keys={keys!r}"
+        what += "" if weights is None else f", with the weights {weights!r}"
+        draft.ask("reward.functions", draft.values.get("reward.functions", [{"name": "exact_match"}]), what)
     manager = foreign.either(*_MANAGERS)
     draft.lack(foreign, "reward_manager.source", "write it as a reward function", unless=("register",))
-    draft.lack(foreign, manager, "write it as a reward function", unless=("naive", "dapo", "batch", "prime"))
+    draft.lack(
+        foreign, manager, "write it as a reward function", unless=(*_PLAIN, *(("gdpo",) if by_each else ()))
+    )
     for key in [key for key in foreign.left if fnmatch.fnmatch(key, "reward*.reward_kwargs.*")]:
         if not key.endswith((".max_resp_len", ".log")):
             draft.lack(foreign, key, "the reward manager's own: write it as an option of a reward function")

@@ -69,7 +69,13 @@ UNNEEDED = {
     "*.use_prefix_grouper": "see docs/performance.md",
     "*.enable_activation_offload": "see model.checkpoint_activations",
     "*.optim.optimizer_impl": "see optimizer.name",
-    "*.optim.override_optimizer_config*": "see model.cpu_offload and optimizer.moments",
+    **dict.fromkeys(
+        (
+            f"*.optim.override_optimizer_config.{name}"
+            for name in ("*offload*", "overlap_*", "pin_*", "*precision*")
+        ),
+        "see model.cpu_offload and optimizer.moments",
+    ),
     "*.optim.*_incr_style": "the weight decay stays what it is, in verl as well",
     "*.optim.use_checkpoint_opt_param_scheduler": "a run that is started again goes on",
     "*.optim.lr_wsd_*": "the schedule has no such setting",
