@@ -83,6 +83,10 @@ VALUES = [
     ("reward", GIVEN, {"data.max_length": 1024, "data.on_max_length": "drop"}),
     # Batch sizes are per process; TRL's command line starts as many as the config says.
     ("grpo", {**SAMPLED, "num_processes": 4}, {"train.prompts_per_step": 4}),
+    # Beside each process, or group of them, there is an engine.
+    ("grpo", {**VLLM, "num_processes": 8, "vllm_tensor_parallel_size": 2}, {"rollout.vllm.replicas": 4}),
+    ("grpo", {**VLLM, "num_processes": 8, "vllm_mode": "server"}, {"rollout.vllm.replicas": None}),
+    ("grpo", VLLM, {"rollout.vllm.replicas": None}),
     ("sft", {**GIVEN, "num_processes": "4"}, {"train.prompts_per_step": 32}),
 ]  # fmt: skip
 

@@ -119,6 +119,10 @@ VALUES = [
      {"rollout.ahead": 0, "algorithm.trust_region": None}),
     ({f"{ROLLOUT}.tensor_model_parallel_size": 1, "rollout.n_gpus_per_node": 2},
      {"rollout.ahead": 1, "rollout.vllm.replicas": 2, "train.prompts_per_step": 32}),
+    # The GPUs of training sample, too: an engine on every two of 8.
+    ({}, {"rollout.vllm.tensor_parallel_size": 2, "rollout.vllm.replicas": 4}),
+    ({"trainer.n_gpus_per_node": 1}, {"rollout.vllm.replicas": 1}),
+    ({f"{ROLLOUT}.name": "hf"}, {"rollout.vllm.replicas": None}),
     ({f"{ROLLOUT}.enable_rollout_routing_replay": True}, {"rollout.replay_experts": True}),
     ({"algorithm.adv_estimator": "gae", "critic.model.lora_rank": 8}, {"critic.lora.r": 8}),
     ({"algorithm.gamma": 0.9}, {"algorithm.gamma": None}),  # which verl's GRPO does not read

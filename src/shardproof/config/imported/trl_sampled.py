@@ -86,7 +86,7 @@ def sampled(draft: Draft, foreign: Foreign, trainer: str, ranks: int) -> int:
     updates = parts * int(draft.values["algorithm.epochs_per_batch"])
     _objective(draft, foreign, trainer)
     moving_reference(draft, foreign, updates)
-    _engine(draft, foreign, trainer)
+    _engine(draft, foreign, trainer, ranks)
     draft.lack(foreign, "shuffle_dataset", "rows are always shuffled, by train.seed", unless=(True,))
     for key, why in _LACKING.items():
         draft.lack(foreign, key, why, unless=(1.0, {}))
@@ -198,7 +198,7 @@ def _of_each_reward(draft: Draft, kind: str) -> None:
         draft.values.pop(f"algorithm.{key}", None)
 
 
-def _engine(draft: Draft, foreign: Foreign, trainer: str) -> None:
+def _engine(draft: Draft, foreign: Foreign, trainer: str, ranks: int) -> None:
     uses_vllm = foreign.take("use_vllm", False)
     corrects = foreign.take("vllm_importance_sampling_correction", True)
     if uses_vllm and corrects and trainer == "grpo":
@@ -219,6 +219,9 @@ def _engine(draft: Draft, foreign: Foreign, trainer: str) -> None:
         Same("vllm_enable_sleep_mode", "rollout.sleep"),
     )
     copy(draft, foreign, table)
+    each = int(foreign.take("vllm_tensor_parallel_size", 1))
+    if (engines := ranks // int(foreign.take("num_machines", 1)) // each) > 1:
+        draft.put("rollout.vllm.replicas", engines, "an engine beside each process, or group of them")
     draft.skip(foreign, "vllm_server_*", "the run starts its own server")
 
 

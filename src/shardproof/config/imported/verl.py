@@ -190,6 +190,9 @@ def _engine(draft: Draft, foreign: Foreign) -> None:
             Same(f"{ROLLOUT}.free_cache_engine", "rollout.sleep", True),
         )
         copy(draft, foreign, table)
+        each = int(draft.values["rollout.vllm.tensor_parallel_size"])
+        origin = f"trainer.n_gpus_per_node / {ROLLOUT}.tensor_model_parallel_size"
+        draft.put("rollout.vllm.replicas", max(1, int(draft.values["train.ranks"]) // each), origin)
     named_arguments(draft, foreign, ROLLOUT)
     _evaluation(draft, foreign, engine)
     if foreign.take(f"{ROLLOUT}.multi_turn.enable", False):
