@@ -82,10 +82,12 @@ def test_unknown_variables_and_commands_are_to_be_filled_in(tmp_path, monkeypatc
     text = """
 python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=4 \\
     actor_rollout_ref.model.path=$NOWHERE/model trainer.default_local_dir=$(pwd)/out \\
-    trainer.experiment_name=${NOWHERE:?must be set} data.train_files=a.parquet
+    trainer.experiment_name=${NOWHERE:?must be set} data.train_files=a.parquet \\
+    actor_rollout_ref.rollout.tensor_model_parallel_size=$NOWHERE
 """
     made = imported(tmp_path, text, name="run.sh")
     asked = {"model.path": "$NOWHERE", "output.folder": "$(", "output.run_name": "${NOWHERE:?must"}
+    asked |= {"rollout.vllm.tensor_parallel_size": "$NOWHERE"}
     assert {key: value in made.draft.to_fill[key] for key, value in asked.items()} == dict.fromkeys(
         asked, True
     )

@@ -190,9 +190,10 @@ def _engine(draft: Draft, foreign: Foreign) -> None:
             Same(f"{ROLLOUT}.free_cache_engine", "rollout.sleep", True),
         )
         copy(draft, foreign, table)
-        each = int(draft.values["rollout.vllm.tensor_parallel_size"])
+        each = draft.values["rollout.vllm.tensor_parallel_size"]
         origin = f"trainer.n_gpus_per_node / {ROLLOUT}.tensor_model_parallel_size"
-        draft.put("rollout.vllm.replicas", max(1, int(draft.values["train.ranks"]) // each), origin)
+        if isinstance(each, int):  # else it is to be filled in
+            draft.put("rollout.vllm.replicas", max(1, int(draft.values["train.ranks"]) // each), origin)
     named_arguments(draft, foreign, ROLLOUT)
     _evaluation(draft, foreign, engine)
     if foreign.take(f"{ROLLOUT}.multi_turn.enable", False):
