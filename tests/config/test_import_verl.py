@@ -114,9 +114,10 @@ VALUES = [
       "n_gpus_per_node": 4}, f"{ACTOR}.optim.lr_warmup_steps": 2},
      {"train.prompts_per_step": 96, "algorithm.updates_per_epoch": 6, "train.steps": 11, "output.eval_every": 4,
       "rollout.ahead": 1, "rollout.vllm.replicas": 4, "rollout.sleep": False, "optimizer.warmup_steps": 4,
-      "algorithm.trust_region": "behaviour"}),
+      "algorithm.trust_region": "behaviour", "rollout.order": "finished"}),
+    ({"async_training.staleness_threshold": 1.5}, {"rollout.ahead": 2}),
     ({"async_training": {"staleness_threshold": 0, "compute_prox_log_prob": True}},
-     {"rollout.ahead": 0, "algorithm.trust_region": None}),
+     {"rollout.ahead": 0, "algorithm.trust_region": None, "rollout.order": None}),
     ({f"{ROLLOUT}.tensor_model_parallel_size": 1, "rollout.n_gpus_per_node": 2},
      {"rollout.ahead": 1, "rollout.vllm.replicas": 2, "train.prompts_per_step": 32}),
     # The GPUs of training sample, too: an engine on every two of 8.

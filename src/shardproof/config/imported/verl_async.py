@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from shardproof.config.imported.draft import Draft, Foreign
 from shardproof.config.imported.shared_settings import measure_from_engine
 from shardproof.config.imported.verl_objective import ACTOR
@@ -17,10 +19,12 @@ def running_ahead(draft: Draft, foreign: Foreign) -> None:
     ahead = 1
     if is_async:
         _between_syncs(draft, foreign)
-        ahead = int(float(foreign.take(f"{_OWN}.staleness_threshold", 0.1)) > 0)
+        ahead = math.ceil(float(foreign.take(f"{_OWN}.staleness_threshold", 0.1)))
     draft.put(
         "rollout.ahead", ahead, f"{_OWN}.staleness_threshold" if is_async else "sampling runs one step off"
     )
+    if is_async and ahead:
+        draft.put("rollout.order", "finished", "verl trains on what is finished first")
     gpus = int(foreign.take(f"{_SERVERS}.n_gpus_per_node", 8)) * int(foreign.take(f"{_SERVERS}.nnodes", 1))
     if draft.values["rollout.engine"] == "vllm":
         each = int(draft.values["rollout.vllm.tensor_parallel_size"])
