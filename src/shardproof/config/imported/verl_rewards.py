@@ -37,7 +37,7 @@ def rewards(draft: Draft, foreign: Foreign) -> None:
             foreign.take("algorithm.gdpo_reward_keys", []),
             foreign.take("algorithm.gdpo_reward_weights"),
         )
-        what = f"a function of its own for each of algorithm.gdpo_reward_keys={keys!r}"
+        what = f"a function of its own for each of gdpo_reward_keys={keys!r}"
         what += "" if weights is None else f", with the weights {weights!r}"
         draft.ask("reward.functions", draft.values.get("reward.functions", [{"name": "exact_match"}]), what)
     manager = foreign.either(*_MANAGERS)
