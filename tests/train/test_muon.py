@@ -57,11 +57,16 @@ def train_sharded(source, options):
     return whole(policy), state
 
 
+def is_apart(name):
+    """What AdamW updates whatever its shape; a stack of experts' biases has two dimensions."""
+    return "embed" in name or "lm_head" in name or name.endswith("bias")
+
+
 def matrices_of(model):
     """(hidden matrices, one by one; the others) of a whole model, told apart by name."""
     hidden, others = [], []
     for name, param in model.named_parameters():
-        apart = "embed" in name or "lm_head" in name or param.ndim < 2
+        apart = is_apart(name) or param.ndim < 2
         (others if apart else hidden).append(param)
     return hidden, others
 
@@ -72,8 +77,9 @@ def train_whole(model):
     pieces = {param: [nn.Parameter(p.detach()) for p in param] for param in hidden if param.ndim == 3}
     single = [param for param in hidden if param.ndim == 2] + [p for row in pieces.values() for p in row]
     muon = torch.optim.Muon(single, LR, DECAY, adjust_lr_fn="match_rms_adamw")
-    decay = [param for param in others if param.ndim > 1]
-    groups = [{"params": decay}, {"params": [p for p in others if p.ndim < 2], "weight_decay": 0.0}]
+    biases = {param for name, param in model.named_parameters() if name.endswith("bias")}
+    decay = [param for param in others if param.ndim > 1 and param not in biases]
+    groups = [{"params": decay}, {"params": list({*others} - {*decay}), "weight_decay": 0.0}]
     adamw = torch.optim.AdamW(groups, LR, BETAS, EPS, weight_decay=DECAY)
     count = sum(len(sequence) - 1 for sequence in SEQUENCES)
     for _ in range(3):
@@ -93,7 +99,7 @@ def train_whole(model):
 def expected(tmp_path_factory):
     """{family: (its folder, its weights after three steps of torch's own)}."""
     found = {}
-    for family in ("llama", "qwen3_moe"):
+    for family in ("llama", "qwen3_moe", "gpt_oss"):
         folder = make_checkpoint(tmp_path_factory.mktemp(family), family)
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
         train_whole(model.train())
@@ -104,7 +110,10 @@ def expected(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("family", "layout"),
-    [*(("llama", layout) for layout in LAYOUTS), ("qwen3_moe", "fsdp2"), ("qwen3_moe", "fsdp1")],
+    [
+        *(("llama", layout) for layout in LAYOUTS),
+        *((family, layout) for family in ("qwen3_moe", "gpt_oss") for layout in ("fsdp2", "fsdp1")),
+    ],
 )
 def test_the_numbers_are_those_of_torch(expected, family, layout):
     num_ranks, options = LAYOUTS[layout]
@@ -114,7 +123,7 @@ def test_the_numbers_are_those_of_torch(expected, family, layout):
         for name, tensor in weights.items():
             assert (tensor - trained[name]).abs().max() < 1e-6, name
         for name, keys in state.items():
-            apart = "embed" in name or "lm_head" in name or "norm" in name
+            apart = is_apart(name) or "norm" in name or "sinks" in name
             assert keys == (["exp_avg", "exp_avg_sq", "step"] if apart else ["momentum_buffer"]), name
 
 

@@ -36,6 +36,11 @@ class TensorInfo:
         return is_adapter(self.name)
 
     @property
+    def is_bias(self) -> bool:
+        """Whether it is a bias, or a stack of experts' biases, which has the two dimensions of a matrix."""
+        return self.name.endswith("bias")
+
+    @property
     def numel(self) -> int:
         return torch.Size(self.shape).numel()
 

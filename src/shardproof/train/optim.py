@@ -40,6 +40,11 @@ class Trainable:
     shape: tuple[int, ...]  # of the whole
     start: int  # the first element that this rank holds, in the whole's flat order
     is_hidden: bool  # a matrix, or a stack of experts' matrices, that is neither embedding nor head
+    is_bias: bool = False  # of a layer, or of each expert of a stack
+
+    @property
+    def decays(self) -> bool:
+        return len(self.shape) > 1 and not self.is_bias
 
 
 def make_optimizer(
@@ -63,14 +68,15 @@ def make_optimizer(
     FSDP1 turns every parameter into a vector, so the shape of the whole tensor decides whether it decays.
     """
     ranges = {shard.name: shard.flat_range for shard in policy.local_shards()}
-    shapes = {info.name: info.shape for info in policy.inventory.parameters}
+    infos = {info.name: info for info in policy.inventory.parameters}
     hidden = hidden_matrices(policy.model, policy.inventory)
     trained = []
     for full, param in policy.named_parameters():
         if param.requires_grad:
             held = ranges[full]
             assert held is not None, "FSDP shards into ranges"
-            trained.append(Trainable(param, shapes[full], held[0], full in hidden))
+            info = infos[full]
+            trained.append(Trainable(param, info.shape, held[0], full in hidden, info.is_bias))
     if not trained:
         raise fail("C001", "optimizer", f"the {policy.role} has no trainable parameter.")
     group = policy.mesh.get_group(policy.mesh.ndim - 1)
@@ -143,8 +149,8 @@ def build_optimizer(
 
 def _groups(trained: Sequence[Trainable], weight_decay: float) -> list[dict[str, Any]]:
     """The parameters that decay, and those that do not."""
-    decay = [item.param for item in trained if len(item.shape) > 1]
-    rest = [item.param for item in trained if len(item.shape) <= 1]
+    decay = [item.param for item in trained if item.decays]
+    rest = [item.param for item in trained if not item.decays]
     groups = [{"params": decay, "weight_decay": weight_decay}, {"params": rest, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
 
@@ -195,6 +201,7 @@ def hidden_matrices(model: PreTrainedModel, inventory: Inventory) -> set[str]:
         info.name
         for info in inventory.parameters
         if (len(info.shape) == 2 or (len(info.shape) == 3 and info.shape[0] == experts))
+        and not info.is_bias
         and "lora_embedding" not in info.name
         and not any(name.startswith(f"{module}.") for name in info.names for module in apart)
     }
