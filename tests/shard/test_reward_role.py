@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 import torch.distributed as dist
@@ -171,3 +172,42 @@ def test_the_scored_token_is_the_last_that_is_no_padding() -> None:
     assert scored_text([4, 0, 6, 0, 0], 0) == [4, 0, 6, 6]
     assert scored_text([0, 0], 0) == [0, 0]
     assert scored_text([], 0) == []
+
+
+def save_adapted(source: Path, role: str, folder: Path) -> list[float]:
+    """The scores of texts by a model with adapters and a new head, saved as an adapter."""
+    lora = peft.LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
+    settings = {"new_head": True} if role == "reward" else {}
+    model = sp.load(source, role=role, lora=lora, compute_dtype=torch.float32, **settings)
+    trained = {name for name, param in model.named_parameters() if param.requires_grad}
+    assert {name for name in trained if "lora_" not in name} == {"score.weight"}
+    assert not any(name.startswith("score.lora") for name in trained)
+    sp.save_pretrained(model, folder, merge_lora=False)
+    if role == "reward":
+        return sp.scores(model, texts()[:3]).tolist()
+    return [float(row[-1]) for row in sp.values(model, [[*tokens, 1] for tokens in texts()[:3]])]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("role", ["reward", "critic"])
+def test_an_adapter_of_a_model_with_a_head_holds_the_head(tmp_path, role):
+    """peft puts it on the base; without the head, which is trained in full, it had nothing to score with."""
+    source = make_checkpoint(tmp_path / "base", "llama")
+    found, *_ = run_ranks(2, save_adapted, source, role, tmp_path / "adapter")
+    base = AutoModelForSequenceClassification.from_pretrained(source, num_labels=1, dtype=torch.float32)
+    base.config.pad_token_id = PAD
+    model = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
+    for tokens, value in zip(texts()[:3], found, strict=True):
+        with torch.no_grad():
+            assert model(input_ids=torch.tensor([tokens])).logits.item() == pytest.approx(value, abs=1e-5)
+
+
+def load_with_adapted_head(source: Path) -> None:
+    lora = peft.LoraConfig(r=2, target_modules=["q_proj", "score"])
+    sp.load(source, role="reward", lora=lora, new_head=True)
+
+
+@pytest.mark.distributed
+def test_adapters_of_the_head_are_refused(tmp_path):
+    (outcome,) = run_ranks_outcomes(1, load_with_adapted_head, make_checkpoint(tmp_path, "llama"))
+    assert outcome[2].startswith("L113 lora: ") and "the head 'score', which is trained in full" in outcome[2]

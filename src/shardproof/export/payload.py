@@ -69,7 +69,8 @@ class Payload:
         self.buffers = self.policy.persistent_buffers()
 
     def _belongs(self, info: TensorInfo) -> bool:
-        return info.is_adapter if self.adapter_only else not info.is_adapter
+        # The head of a critic or a reward model is trained in full: an adapter without it says nothing.
+        return info.is_adapter or info.trainable if self.adapter_only else not info.is_adapter
 
     def layout(self) -> Layout:
         """Every rank's boxes. Raises on every rank if someone moved the module.

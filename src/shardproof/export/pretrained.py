@@ -25,7 +25,7 @@ from shardproof.export.manifest import ExportReceipt
 from shardproof.export.stream import WeightStream
 from shardproof.foreign import open_foreign
 from shardproof.model.lora import ADAPTER
-from shardproof.model.roles import CRITIC, VALUED
+from shardproof.model.roles import CRITIC, VALUED, value_head
 from shardproof.shard.sharded_model import ShardedModel
 from shardproof.weights.model_folder import (
     ADAPTER_CONFIG,
@@ -182,6 +182,8 @@ def _write_description(
         config.base_model_name_or_path = policy.source
         config.inference_mode = True
         config.task_type = config.task_type or ("SEQ_CLS" if policy.role in VALUED else "CAUSAL_LM")
+        if policy.role in VALUED:
+            config.modules_to_save = [value_head(policy.model)]
         config.save_pretrained(folder)
         return
     _config_of_files(policy, files).save_pretrained(folder)

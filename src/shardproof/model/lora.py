@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from shardproof.errors import fail
 
 ADAPTER = "default"
+_ALL = "all-linear"  # what peft calls every linear layer but the head of a language model
 MAX_RANK = 2**16  # more is a typing error, and would allocate more memory than there is
 # Adapters that peft initialises from random numbers or constants; the others need the base weights' values.
 _PLAIN_INITS = (True, False, "gaussian")
@@ -45,12 +46,17 @@ def check_lora(config: Any) -> None:
             raise fail("L113", "lora", f"{key}={rank!r} is not a number from 1 to {MAX_RANK}.")
 
 
-def inject_lora(model: PreTrainedModel, config: Any) -> None:
-    """Add adapters in place; the base is frozen, names of base parameters gain `.base_layer`."""
+def inject_lora(model: PreTrainedModel, config: Any, head: str | None = None) -> None:
+    """Add adapters in place; the base is frozen, names of base parameters gain `.base_layer`.
+
+    `head` is a layer that is trained in full: it gets no adapters.
+    """
     import peft  # an optional dependency, needed only when a run uses LoRA
 
     check_lora(config)
     asked, config = config.target_modules, deepcopy(config)  # peft resolves targets in place
+    if head is not None and isinstance(asked, str) and asked.lower() == _ALL:
+        config.exclude_modules = _and_head(config.exclude_modules, head)
     try:
         peft.inject_adapter_in_model(config, model, adapter_name=ADAPTER)
     except ValueError as error:
@@ -64,6 +70,16 @@ def inject_lora(model: PreTrainedModel, config: Any) -> None:
             message = f"target_modules={named!r} would adapt the fused parameters of {name!r}, which is not supported."
             fix = "name the linear layers to adapt, such as q_proj and v_proj, and none of experts"
             raise fail("L113", "lora", message, tensor=name, fix=fix)
+    if head is not None and hasattr(model.get_submodule(head), "base_layer"):
+        message = f"target_modules={asked!r} would adapt the head {head!r}, which is trained in full."
+        raise fail("L113", "lora", message, tensor=head, fix="leave the head out of the target modules")
+
+
+def _and_head(excluded: Any, head: str) -> Any:
+    """What peft is to leave out, and the head; a text is a regular expression."""
+    if isinstance(excluded, str):
+        return f"(?:{excluded})|{re.escape(head)}"
+    return [*(excluded or ()), head]
 
 
 def reset_adapter(model: Any, layer: Any) -> None:

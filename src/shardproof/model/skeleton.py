@@ -83,9 +83,10 @@ def build_skeleton(
     # Copies: on the CPU the model keeps these very tensors, and what is written into one must not change the other.
     computed = {name: value.clone() for name, value in computed_values(model).items()}
     if lora is not None:
-        inject_lora(model, lora)
-        if role in VALUED:
-            model.get_submodule(value_head(model)).requires_grad_(True)  # it may be new, so it has to learn
+        head = value_head(model) if role in VALUED else None
+        inject_lora(model, lora, head)
+        if head is not None:
+            model.get_submodule(head).requires_grad_(True)  # it may be new, so it has to learn
         writers = {_with_base_layer(model, name): writer for name, writer in writers.items()}
     set_param_dtype(model, param_dtype)
     if role in FROZEN:
