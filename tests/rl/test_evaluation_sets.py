@@ -16,6 +16,7 @@ from shardproof.rl.best import Best
 from shardproof.rl.loggers import describe_evaluation
 from shardproof.rl.loop import train
 from shardproof.rl.same_run import Resume
+from shardproof.weights.model_folder import ADAPTER_NAME
 from tests.ranks import RankError, run_ranks
 from tests.rl.runs import TINY, comparable, lines, run_recipe, small_recipe, write_rows
 
@@ -135,6 +136,23 @@ def test_a_best_model_that_a_run_goes_on_from_before_is_put_aside(tmp_path):
     run_that_is_killed("eval/pass@1")
     assert json.loads((tmp_path / ASIDE / "best.json").read_text()) == now
     assert json.loads((tmp_path / "best" / "best.json").read_text())["metric"] == "eval/pass@1"
+
+
+def test_a_best_model_that_was_replaced_in_part_goes_under_no_evaluation(tmp_path):
+    """The model of one step with the adapter of another, or with the number of another."""
+    settings = ["model.lora.r=2", "output.eval_every=1", "output.save_every=1", "output.save_model=false"]
+    settings += ["evaluation.best=eval/exact_match", "output.eval_prompts=24"]
+    run_ranks(1, run_recipe, small_recipe(tmp_path, *settings, "train.steps=1"))
+    noted, weights = tmp_path / "best" / "best.json", tmp_path / "best" / "adapter" / ADAPTER_NAME
+    noted.write_text(json.dumps({"step": 1, "metric": "eval/exact_match", "value": -1.0}))  # less than any
+    weights.write_bytes(b"\x02\0\0\0\0\0\0\0{}")  # another tool's, which no save replaces
+    recipe = small_recipe(tmp_path, *settings, "train.steps=3")
+    with pytest.raises(RankError, match="E408"):
+        run_ranks(1, run_recipe, recipe)
+    assert (tmp_path / "best" / "model").exists() and not noted.exists()
+    weights.unlink()
+    run_ranks(1, run_recipe, recipe)
+    assert json.loads(noted.read_text())["step"] >= 2 and (tmp_path / ASIDE / "model").exists()
 
 
 def test_a_label_does_not_hide_how_a_function_reads_answers(tmp_path):

@@ -44,11 +44,15 @@ class Best:
         if not math.isfinite(value):
             return
         logger.info("best %s so far: %.4f; keeping the model in %s/ ...", self._metric, value, BEST)
+        path = self._folder.path / BEST / BEST_NAME
+        with together("output"):  # what is replaced only in part is no evaluation's model
+            if dist.get_rank() == 0:
+                path.unlink(missing_ok=True)
         write_model(self._folder, policy, step, BEST)
         with together("output"):
             if dist.get_rank() == 0:
                 note = {"step": step, "metric": self._metric, "value": value}
-                write_atomic(self._folder.path / BEST / BEST_NAME, json.dumps(note) + "\n")
+                write_atomic(path, json.dumps(note) + "\n")
         self._value = value
         self._folder.note(step, "best", f"{self._metric} {value:.4f} is the best so far")
 
