@@ -8,9 +8,11 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 import shardproof as sp
 from shardproof.config.load import load_recipe
+from shardproof.config.vllm import VllmSettings
 from shardproof.dist.mesh import make_mesh
 from shardproof.model import nf4
 from shardproof.rl.sizing.model import Sharding, held_bytes, shape_of
+from shardproof.rollout.vllm_engine import VllmEngine
 from tests.models import tiny_config
 from tests.ranks import run_ranks, run_ranks_outcomes
 from tests.rl.runs import TINY, lines, run_recipe, small_recipe
@@ -237,6 +239,21 @@ def test_what_cannot_be_is_refused_by_name(family, settings, words):
 def test_a_recipe_that_would_cut_rows_in_4_bits_is_refused_before_anything_is_loaded(overrides):
     with pytest.raises(sp.ConfigError, match=r"C001.*\n?.*lora\.base='nf4' with strategy='fsdp1'"):
         load_recipe(TINY, overrides)
+
+
+def serve_adapter():
+    VllmEngine(load(), VllmSettings(lora="adapter"))
+
+
+@pytest.mark.distributed
+def test_an_adapter_is_not_served_beside_a_base_that_it_was_not_trained_on():
+    """vLLM would load the base as it is on disk; what training computes with is its values in 4 bits."""
+    served = ["model.lora.base=nf4", "rollout.engine=vllm", "rollout.vllm.lora=adapter"]
+    with pytest.raises(sp.ConfigError, match=r"rollout\.vllm\.lora='adapter' with model\.lora\.base='nf4'"):
+        load_recipe(TINY, served)
+    assert load_recipe(TINY, [*served, "rollout.vllm.lora=merge"]).model.lora.base == "nf4"
+    (outcome,) = run_ranks_outcomes(1, serve_adapter)
+    assert outcome[1] == "ConfigError" and "needs a base that vLLM has too, not one in nf4" in outcome[2]
 
 
 @pytest.mark.distributed

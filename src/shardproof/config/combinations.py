@@ -296,4 +296,10 @@ def _packed(recipe: Sections) -> str | None:
                 f"{key}.lora.base={lora.base!r} with strategy='fsdp1', which joins tensors of one dtype and cuts rows: use "
                 "strategy='fsdp2', or remove the key"
             )
+    served = recipe.rollout.engine == "vllm" and recipe.rollout.vllm.lora == "adapter"
+    if served and model.lora is not None and model.lora.base is not None:
+        return (
+            f"rollout.vllm.lora='adapter' with model.lora.base={model.lora.base!r}: vLLM would load the base as it is on "
+            "disk, and the adapter is trained on its values in 4 bits: use rollout.vllm.lora='merge'"
+        )
     return None

@@ -135,12 +135,11 @@ class VllmEngine:
     def _served(self) -> Served:
         folder, rank = self.policy.folder, None
         if self._adapter:
-            if folder is None:
-                raise fail(
-                    "C001",
-                    "rollout",
-                    "rollout.vllm.lora='adapter' needs a checkpoint that vLLM can load the base from.",
-                )
+            held = self.policy.settings.lora_base
+            if folder is None or held is not None:
+                needed = "a checkpoint that vLLM can load the base from"
+                needed = needed if held is None else f"a base that vLLM has too, not one in {held}"
+                raise fail("C001", "rollout", f"rollout.vllm.lora='adapter' needs {needed}.")
             rank = max(getattr(config, "r", 0) for config in self.policy.model.peft_config.values())
         elif folder is None:
             assert self._folder is not None
