@@ -274,6 +274,15 @@ def test_what_no_reward_speaks_of_has_no_mean_and_is_not_the_best(tmp_path):
         ),
         (["output.eval_every=2", "evaluation.best=eval/maj@1"], "each row has 1 completion"),
         (
+            ["algorithm.name=sft", "reward=none", "output.eval_every=2", "evaluation.best=eval/pass@1"],
+            "nothing scores held-out completions; use eval/loss",
+        ),
+        (
+            ["algorithm.name=sft", "reward=none", "output.eval_every=2", "evaluation.best=eval/reward"],
+            "nothing scores held-out completions; use eval/loss",
+        ),
+        (["output.eval_every=2", "evaluation.best=eval/loss"], "grpo samples its completions"),
+        (
             ["output.eval_every=2", "evaluation.top_p=0.9"],
             "evaluation.top_p=0.9 changes nothing: with one completion",
         ),
@@ -287,6 +296,13 @@ def test_settings_that_cannot_be_meant_are_refused_by_name(overrides, said):
     with pytest.raises(ConfigError) as caught:
         load_recipe(TINY, overrides)
     assert said in str(caught.value)
+
+
+def test_totals_that_nothing_counts_in_are_no_metric_of_the_best_model():
+    recipe = TINY.parent / "tiny-distillation.toml"  # whose one reward is only measured
+    with pytest.raises(ConfigError, match="all weights are 0; use eval/exact_match"):
+        load_recipe(recipe, ["evaluation.best=eval/reward"])
+    load_recipe(recipe, ["evaluation.best=eval/exact_match"])
 
 
 @pytest.mark.parametrize(

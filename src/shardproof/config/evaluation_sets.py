@@ -7,7 +7,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from shardproof.config.algorithms import SPECS
 from shardproof.config.evaluation import Evaluation, EvaluationSet
+from shardproof.config.reward_problems import is_rewarded
 from shardproof.config.sections import Sections
 
 _COUNTED = re.compile(r"(pass|avg|maj)@([1-9][0-9]{0,8})(?:_low|_high)?")  # metrics of so many completions
@@ -134,7 +136,7 @@ def evaluation_problem(recipe: Sections) -> str | None:
     if (unread := _unread_by_greedy(recipe, [each for each in sets if each.every])) is not None:
         return unread
     best = recipe.evaluation.best
-    return None if best is None else _best_problem(best, [each for each in sets if each.every])
+    return None if best is None else _best_problem(recipe, best, [each for each in sets if each.every])
 
 
 def _unread_by_greedy(recipe: Sections, sets: list[HeldOut]) -> str | None:
@@ -161,7 +163,7 @@ def _truncating(given: EvaluationSet | Evaluation) -> str | None:
     return next((f"{k}={v}" for k, v in values.items() if v is not None and v != off[k]), None)
 
 
-def _best_problem(best: str, sets: list[HeldOut]) -> str | None:
+def _best_problem(recipe: Sections, best: str, sets: list[HeldOut]) -> str | None:
     """Why no evaluation can have the metric of the best model, as far as settings say; None if one may have it."""
     if not sets:
         return f"evaluation.best={best!r}: nothing is evaluated; set data.evaluation and output.eval_every"
@@ -170,6 +172,9 @@ def _best_problem(best: str, sets: list[HeldOut]) -> str | None:
         names = ", ".join(f"{each.prefix}reward" for each in sets)
         return f"evaluation.best={best!r} is no metric of a held-out set; metrics begin as in {names}"
     counted = _COUNTED.fullmatch(best.removeprefix(owner.prefix))
+    why = _unmeasured(recipe, best.removeprefix(owner.prefix), owner.prefix)
+    if why is not None:
+        return f"evaluation.best={best!r} is not measured: {why}"
     if counted is None:
         return None
     kind, known = counted[1], owner.pass_at
@@ -182,3 +187,19 @@ def _best_problem(best: str, sets: list[HeldOut]) -> str | None:
         return f"evaluation.best={best!r} is not measured: add {counted[2]} to pass_at, or use {names}"
     why = f"each row has {owner.samples} completion{'s' * (owner.samples > 1)}"
     return f"evaluation.best={best!r} is not measured: {why}{f'; use {names}' if names else ''}"
+
+
+def _unmeasured(recipe: Sections, name: str, prefix: str) -> str | None:
+    """Why a run with these rewards and this algorithm has no such metric of an evaluation; None if it may have it."""
+    settings, spec = recipe.reward, SPECS.get(recipe.algorithm.name)
+    of_totals = name in ("reward", "reward_se")
+    if settings is None and recipe.environment is None:
+        if of_totals or _COUNTED.fullmatch(name):
+            return f"nothing scores held-out completions; use {prefix}loss, or name a function in reward.functions"
+        return None
+    if of_totals and not is_rewarded(recipe) and settings is not None:
+        keys = [*(each.key for each in settings.functions), *(each.name for each in settings.models)]
+        return f"all weights are 0; use {prefix}{keys[0]}"
+    if name == "loss" and spec is not None and spec.samples:
+        return f"{recipe.algorithm.name} samples its completions, and none are given; use {prefix}reward"
+    return None
