@@ -74,6 +74,7 @@ def test_the_best_model_is_kept_and_a_worse_one_does_not_replace_it(tmp_path):
     scores = [line["metrics"]["eval/exact_match"] for line in lines(tmp_path / "metrics.jsonl")]
     assert scores[0] > max(scores[1:])
     note = json.loads((tmp_path / "best" / "best.json").read_text())
+    assert note.pop("drawn")["prompts"] == 24
     assert note == {"step": 0, "metric": "eval/exact_match", "value": scores[0]}
     best = AutoModelForCausalLM.from_pretrained(tmp_path / "best" / "model").state_dict()
     first = AutoModelForCausalLM.from_pretrained(TINY.parent / "tiny" / "model").state_dict()
@@ -136,6 +137,22 @@ def test_a_best_model_that_a_run_goes_on_from_before_is_put_aside(tmp_path):
     run_that_is_killed("eval/pass@1")
     assert json.loads((tmp_path / ASIDE / "best.json").read_text()) == now
     assert json.loads((tmp_path / "best" / "best.json").read_text())["metric"] == "eval/pass@1"
+
+
+def test_a_best_model_of_other_draws_is_put_aside(tmp_path):
+    """What few rows or one greedy completion reached is no measure for what many do."""
+    settings = ["output.eval_every=1", "output.save_every=1", "output.save_model=false"]
+    settings += ["evaluation.best=eval/exact_match"]
+    run_ranks(1, run_recipe, small_recipe(tmp_path, *settings, "train.steps=1"))
+    noted = tmp_path / "best" / "best.json"
+    note = json.loads(noted.read_text()) | {"value": 2.0}  # more than any evaluation reaches
+    assert note["drawn"]["prompts"] == 4 and note["drawn"]["temperature"] == 0.0
+    noted.write_text(json.dumps(note))
+    run_ranks(1, run_recipe, small_recipe(tmp_path, *settings, "train.steps=2", "output.eval_every=2"))
+    assert json.loads(noted.read_text()) == note and not (tmp_path / ASIDE).exists()
+    run_ranks(1, run_recipe, small_recipe(tmp_path, *settings, "train.steps=3", "output.eval_prompts=5"))
+    assert json.loads(noted.read_text())["drawn"]["prompts"] == 5
+    assert json.loads((tmp_path / ASIDE / "best.json").read_text()) == note
 
 
 def test_a_best_model_that_was_replaced_in_part_goes_under_no_evaluation(tmp_path):

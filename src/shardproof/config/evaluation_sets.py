@@ -70,6 +70,12 @@ def owner_of(metric: str, sets: Iterable[HeldOut]) -> HeldOut | None:
     return max(found, key=lambda each: len(each.prefix), default=None)
 
 
+def draws_of(metric: str, sets: Iterable[HeldOut]) -> dict[str, Any]:
+    """How many rows and completions a metric is measured on, and how they are drawn; empty if it is of no set."""
+    owner = owner_of(metric, sets)
+    return {} if owner is None else {"prompts": owner.prompts, "samples": owner.samples, **owner.drawing}
+
+
 def named_sources(recipe: Sections) -> dict[str, str]:
     """Every source of rows in a recipe, by the key that names it."""
     train = recipe.data.sources

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import torch.distributed as dist
 
-from shardproof.config.evaluation_sets import HeldOut, owner_of
+from shardproof.config.evaluation_sets import HeldOut, draws_of, owner_of
 from shardproof.dist.collectives import broadcast, together
 from shardproof.errors import did_you_mean, fail
 from shardproof.files import write_atomic
@@ -51,7 +51,8 @@ class Best:
         write_model(self._folder, policy, step, BEST)
         with together("output"):
             if dist.get_rank() == 0:
-                note = {"step": step, "metric": self._metric, "value": value}
+                drawn = draws_of(self._metric, self._sets)
+                note = {"step": step, "metric": self._metric, "value": value, "drawn": drawn}
                 write_atomic(path, json.dumps(note) + "\n")
         self._value = value
         self._folder.note(step, "best", f"{self._metric} {value:.4f} is the best so far")

@@ -33,6 +33,7 @@ from shardproof.rl.place import (
     State,
     check_content,
     checkpoint_steps,
+    is_comparable,
     read_best,
     write_settings,
 )
@@ -160,11 +161,11 @@ class RunFolder:
     def _put_aside_best(self, step: int) -> None:
         """Put the best model aside if what goes on from this step does not know of it, and might replace it by a worse one.
 
-        It is of a later step, whose evaluation is made again, or was best by another metric.
+        It is of a later step, whose evaluation is made again, or was best by another metric, or of other draws.
         """
-        best, metric = read_best(self.path), self.recipe.evaluation.best
+        best = read_best(self.path)
         is_known = step > 0 and best is not None and best["step"] <= step
-        is_same = best is not None and metric in (None, best["metric"])
+        is_same = best is not None and is_comparable(best, self.recipe)
         if not (is_known and is_same) and (self.path / BEST).is_dir():
             self._put_aside(step, self.path / BEST)
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from shardproof.checkpoints.folders import list_checkpoints, step_of
-from shardproof.config.evaluation_sets import named_sources
+from shardproof.config.evaluation_sets import draws_of, held_out_sets, named_sources
 from shardproof.config.judges import judge_paths
 from shardproof.config.load import to_json
 from shardproof.config.schema import Recipe
@@ -180,6 +180,15 @@ def read_best(folder: Path) -> dict[str, Any] | None:
     if not isinstance(found, dict) or not isinstance(found.get("metric"), str):
         return None
     return found if all(isinstance(found.get(key), (int, float)) for key in ("step", "value")) else None
+
+
+def is_comparable(best: Mapping[str, Any], recipe: Recipe) -> bool:
+    """Whether the best model was chosen by what chooses now: by the same metric, of as many rows, drawn alike."""
+    metric = recipe.evaluation.best
+    if metric is None:  # nothing chooses
+        return True
+    drawn = best.get("drawn")  # not in notes of earlier versions
+    return best["metric"] == metric and drawn in (None, draws_of(metric, held_out_sets(recipe)))
 
 
 def _is_settings(found: Any) -> bool:
