@@ -128,3 +128,20 @@ def expected(drawn, s, chosen, leaves):
         }[s.aggregation]
         total = total + weight * row.sum()
     return total
+
+
+def expected_value_loss(drawn, s, leaves):
+    """The critic's loss in float64, from its values of each completion's tokens: a mean over tokens."""
+    counted = [i for i, reward in enumerate(drawn.rewards) if reward is not None]
+    number, total = sum(drawn.lengths[i] for i in counted), 0.0
+    for i in counted:
+        old, gain, after, returns = drawn.values[i].double(), 0.0, 0.0, []
+        for place in reversed(range(drawn.lengths[i])):
+            reward = drawn.rewards[i] if place == drawn.lengths[i] - 1 else 0.0
+            gain = reward + s.gamma * after - float(old[place]) + s.gamma * s.gae_lambda * gain
+            after = float(old[place])
+            returns.insert(0, gain + after)
+        returns = torch.tensor(returns, dtype=torch.float64)
+        near = old + (leaves[i] - old).clamp(-s.value_clip, s.value_clip)
+        total = total + 0.5 * torch.maximum((leaves[i] - returns) ** 2, (near - returns) ** 2).sum() / number
+    return total

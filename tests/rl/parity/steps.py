@@ -48,6 +48,28 @@ def step_on_rank(folder, drawn, settings, layout):
     return found
 
 
+def critic_step_on_rank(folder, drawn, settings, layout):
+    """(loss, weights before, gradients) of the critic's update, with rewards that failed and old values as drawn."""
+    _, micro_batch_tokens, share = layout
+    mine, algorithm = with_failures(drawn), algorithm_of(**settings)
+    mine = mine.select(part_of(mine, share))
+    critic = sp.load(
+        folder, role="critic", compute_dtype=torch.float32, sequence_parallel=share, progress=False
+    )
+    before = full_state(critic)
+    batch = algorithm.advantages(batch_of(mine), trajectories_of(mine))
+    result = sp.train_step(
+        critic,
+        algorithm.weigh(batch, len(drawn.groups), share),
+        torch.optim.SGD(critic.parameters(), lr=1.0),
+        loss=algorithm.value_loss,
+        micro_batch_tokens=micro_batch_tokens,
+        max_grad_norm=None,
+    )
+    gradients = {name: before[name] - after for name, after in full_state(critic).items()}
+    return result.loss, before, gradients
+
+
 def chosen_on_rank(drawn, settings, share, column="chosen"):
     """{completion's number: which of its predictions this column marks}, of those on this rank."""
     group, num_groups = dist.get_rank() // share, dist.get_world_size() // share
