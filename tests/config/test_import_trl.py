@@ -10,6 +10,7 @@ import pytest
 
 from shardproof.cli.import_config import told
 from shardproof.config.imported.convert import import_config
+from shardproof.config.schema import Algorithm
 from shardproof.errors import ConfigError
 from tests.config.test_import_config import imported
 
@@ -96,6 +97,16 @@ def test_settings_become_what_trl_does_with_them(tmp_path, trainer, settings, ex
     made = made_of(tmp_path, trainer, settings)
     assert made.problem is None
     assert {key: made.draft.values.get(key) for key in expected} == expected
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo", "luspo"])
+def test_without_an_upper_clip_a_config_has_the_lower_one(tmp_path, loss_type):
+    settings = {**SAMPLED, "loss_type": loss_type, "epsilon": 0.1}
+    values = made_of(tmp_path, "grpo", settings).draft.values
+    prefix = "algorithm."
+    given = {key.removeprefix(prefix): value for key, value in values.items() if key.startswith(prefix)}
+    algorithm = Algorithm(**given)
+    assert (algorithm.clip_low, algorithm.clip_high) == (0.1, 0.1)
 
 
 GAPS = [

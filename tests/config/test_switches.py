@@ -35,6 +35,8 @@ SAMPLING = [name for name, spec in SPECS.items() if spec.samples]
         ({"name": "gspo", "preset": "trl"}, {"ratio": "sequence", "clip_low": 3e-4, "clip_high": 4e-4}),
         ({"name": "dapo"}, {"clip_high": 0.28, "dynamic_sampling": True, "dual_clip": 0.0}),
         ({"name": "dapo", "preset": "trl"}, {"clip_high": 0.2, "dynamic_sampling": False}),
+        ({"name": "dapo", "preset": "trl", "clip_low": 0.1}, {"clip_high": 0.1}),  # as TRL's epsilon_high
+        ({"name": "dapo", "clip_low": 0.1}, {"clip_high": 0.28}),
         ({"name": "cispo"}, {"surrogate": "cispo", "clip_low": 1.0, "clip_high": 0.28}),
         ({"name": "cispo", "preset": "verl"}, {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 0.0}),
         ({"name": "ppo", "preset": "verl"}, {"value_clip": 0.5, "gae_lambda": 1.0, "scale": "sample"}),

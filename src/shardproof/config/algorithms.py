@@ -79,7 +79,7 @@ SPECS: dict[str, AlgorithmSpec] = {
         compares_group=True,
         clip_high=0.28,
         dynamic_sampling=True,
-        trl={"clip_high": 0.2, "dynamic_sampling": False},
+        trl={"clip_high": None, "dynamic_sampling": False},  # None: as clip_low
         verl={"dual_clip": 10.0},
     ),
     "rloo": AlgorithmSpec(
@@ -171,6 +171,7 @@ def preset_values(spec: AlgorithmSpec, preset: str | None, given: Mapping[str, A
     values: dict[str, Any] = {**_DEFAULTS, **own, **spec.switches}
     if preset is not None:
         values |= {**_PRESETS[preset], **(getattr(spec, preset) or {})}
+        values = {key: value for key, value in values.items() if value is not None}
     values = _of_surrogate(values, given.get("surrogate", values["surrogate"]), given.get("ratio"))
     chosen = {**values, **given}
     low = chosen.get("clip_low", 0.2)
