@@ -12,7 +12,9 @@ from typing import Annotated, Union, get_args, get_origin
 import pytest
 
 import shardproof as sp
-from shardproof.config.load import load_recipe, parse_recipe
+from shardproof.config import foreign_names
+from shardproof.config.foreign_names import names_here
+from shardproof.config.load import all_keys, load_recipe, parse_recipe
 from shardproof.config.schema import Recipe, keys_of
 from shardproof.rl.checks import model_folder
 
@@ -255,11 +257,36 @@ def test_override_that_cannot_be_used(tmp_path, text):
         ("algorithm.preference.bta", "algorithm.preference.beta"),
         ("train.max_steps", "train.steps"),
         ("evaluaton", "evaluation"),
+        ("rollout.seed", "train.seed"),
+        ("rollout.num_generations", "rollout.group_size"),
+        ("num_generations", "rollout.group_size"),
+        ("output.eval_steps", "output.eval_every"),
+        ("algorithm.clip_ratio", "algorithm.clip_low"),
+        ("train.batch_size", "train.prompts_per_step"),
     ],
 )
 def test_an_unknown_key_is_told_with_the_one_that_was_meant(key, meant):
     with pytest.raises(sp.ConfigError, match=re.escape(f"unknown key {key!r}, did you mean {meant!r}?")):
         parse_recipe(recipe_with(tuple(key.split(".")), 1), "the recipe")
+
+
+@pytest.mark.parametrize("key", ["train.fsdp", "model.attn_implementation", "output.wandb"])
+def test_an_unknown_key_that_resembles_none_is_told_with_none(key):
+    with pytest.raises(sp.ConfigError, match=f"unknown key '{key}'\\n"):
+        parse_recipe(recipe_with(tuple(key.split(".")), 1), "the recipe")
+
+
+def test_names_of_other_libraries_stand_for_keys_of_ours():
+    keys = set(all_keys(Recipe))
+    assert {key for found in map(names_here, foreign_names._ELSEWHERE) for key in found} <= keys
+    assert not keys & set(foreign_names._ELSEWHERE)
+
+
+@pytest.mark.parametrize("name", ["grpo.yaml", "grpo.json", "run.sh"])
+def test_a_config_of_another_library_is_told_how_to_become_a_recipe(tmp_path, name):
+    (tmp_path / name).write_text("num_generations: 8\nbeta: 0.04\n")
+    with pytest.raises(sp.ConfigError, match=f"`shardproof import-config .*{name}`"):
+        load_recipe(tmp_path / name)
 
 
 def test_a_value_in_place_of_a_section_is_told_so():

@@ -13,6 +13,7 @@ from typing import Any, get_args
 
 from pydantic import ValidationError
 
+from shardproof.config.foreign_names import names_here
 from shardproof.config.schema import Recipe, keys_of
 from shardproof.errors import fail
 from shardproof.foreign import read_foreign
@@ -28,6 +29,7 @@ _MESSAGES = {
     "model_attributes_type": _TABLE,
     "dataclass_type": _TABLE,
 }
+_FOREIGN = (".yaml", ".yml", ".json", ".sh")  # what configs of other libraries are written in
 _LISTED, _LABEL_CHARACTERS = 20, 100  # problems that a message lists; how much of a strange key it shows
 
 
@@ -43,6 +45,8 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         )
         if file.suffix.lower() == ".toml":
             fix = "correct the line that the message names"
+        elif file.suffix.lower() in _FOREIGN:
+            fix = f"recipes are TOML files; `shardproof import-config {file}` makes one of a config of TRL, verl or SkyRL"
         raise fail("C001", "recipe", f"{file} is not valid TOML: {error}.", fix=fix) from error
     for section, key in _PATHS:
         _resolve(data.get(section), key, file.parent)
@@ -161,8 +165,8 @@ def _explain(problem: Any) -> str:
     if len(where) > _LABEL_CHARACTERS:
         where = f"{where[:_LABEL_CHARACTERS]}..."
     if problem["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
-        near = _nearest(where)
-        return f"unknown key {where!r}" + (f", did you mean {near!r}?" if near else "")
+        near = " or ".join(map(repr, _nearest(where)))
+        return f"unknown key {where!r}" + (f", did you mean {near}?" if near else "")
     if problem["type"] == "missing":
         return f"{where!r} is missing"
     is_listed = any(isinstance(part, int) for part in problem["loc"])
@@ -172,21 +176,20 @@ def _explain(problem: Any) -> str:
     return f"{where}: {message}" if where else message
 
 
-def _nearest(unknown: str) -> str | None:
-    """The key that was meant: in the same section one that begins alike, or has the word's initials (`lr`), or is spelt
-    alike; else the only one of that name in another section, or the most alike of all."""
+def _nearest(unknown: str) -> list[str]:
+    """The key that was meant: in the same section one that begins alike, or has the word's initials (`lr`); those that
+    another library calls so; the only one of that name in another section; one that is spelt alike in the same section."""
     plain = ".".join(part for part in unknown.split(".") if not part.isdigit())
     keys, (section, _, leaf) = list(all_keys(Recipe)), plain.rpartition(".")
     siblings = {key.rpartition(".")[2]: key for key in keys if key.rpartition(".")[0] == section}
     initials = "".join(word[:1] for word in leaf.split("_"))
     longer = [own for own in siblings if len(leaf) > 3 and own.startswith(leaf)]
     named = longer or [own for own in siblings if own == initials and len(own) > 1]
-    named = named or difflib.get_close_matches(leaf, siblings, n=1, cutoff=0.6)
     if named:
-        return siblings[named[0]]
+        return [siblings[named[0]]]
     moved = [key for key in keys if key.rpartition(".")[2] == leaf]
-    found = moved if len(moved) == 1 else difflib.get_close_matches(plain, keys, n=1, cutoff=0.4)
-    return found[0] if found else None
+    known = names_here(plain) or (moved if len(moved) == 1 else [])
+    return known or [siblings[own] for own in difflib.get_close_matches(leaf, siblings, n=1, cutoff=0.6)]
 
 
 def all_keys(section: type, prefix: str = "") -> Iterator[str]:

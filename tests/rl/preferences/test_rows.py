@@ -451,7 +451,7 @@ def test_given_completions_need_no_answer_where_held_out_rows_are_scored(tmp_pat
         ),
         (
             ["algorithm.name=dpo", "algorithm.beta=0.1"],
-            "unknown key 'algorithm.beta', did you mean 'algorithm.preference.beta'?",
+            "unknown key 'algorithm.beta', did you mean 'algorithm.kl_coef' or 'algorithm.preference.beta'?",
         ),
     ],
 )
