@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 import shardproof as sp
 from shardproof.dist import lost, places, stacks
+from shardproof.dist.deadline import await_all
 from tests.models import tiny_config
 from tests.ranks import run_ranks, run_ranks_outcomes
 
@@ -178,3 +179,22 @@ def watch_a_store_that_is_gone():
 
 def test_a_store_that_is_gone_stops_no_rank():
     assert run_ranks(2, watch_a_store_that_is_gone) == [([0], True, False), ([1], True, False)]
+
+
+def looked_for(seconds):
+    """For how long a rank looks before it tells the others that it waits, where one needs three looks and another none."""
+    looks = []
+
+    def done(at_most):
+        looks.append(at_most)
+        return dist.get_rank() == 0 or len(looks) == 3
+
+    with sp.deadline("rollout", seconds=seconds):
+        await_all(done)
+    return looks
+
+
+@pytest.mark.parametrize("seconds", [20.0, 600.0])
+def test_ranks_that_need_very_different_times_tell_each_other_well_within_the_deadline(seconds):
+    for looks in run_ranks(2, looked_for, seconds):
+        assert len(looks) == 3 and max(looks) <= min(seconds / 4, 60.0)

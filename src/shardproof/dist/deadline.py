@@ -6,7 +6,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardproof.bounds import require_number
 from shardproof.dist import groups as process_groups
 from shardproof.dist import stacks
-from shardproof.dist.collectives import known_control_group
+from shardproof.dist.collectives import exchange, known_control_group
 from shardproof.dist.groups import set_timeout, timeout_of
 from shardproof.dist.lost import Wait, explain
 from shardproof.dist.news import Interrupted, News
@@ -26,6 +26,7 @@ from shardproof.text import printable
 
 HOST_NAMES = "SHARDPROOF_HOST_NAMES"  # of ranks: JSON, in the order of GROUP_RANK
 _MAX_NAMES = 4
+_TELL_S = 60.0  # how often ranks that wait for what is no collective tell each other so, at the least
 _MAX_SECONDS = 10**9  # more than timedelta and the backends can count with would overflow
 # What backends say when a peer is gone or does not answer.
 _LOST = (
@@ -98,6 +99,18 @@ def deadline(
             set_timeout(group, timeout)
         for group in set(process_groups.made) - made_before:
             set_timeout(group, timeout_of(dist.group.WORLD))
+
+
+def await_all(done: Callable[[float], bool]) -> None:
+    """Wait until `done` is true on every rank; it looks for as many seconds as it is given, at the most.
+
+    Ranks may need very different times, longer than the deadline of a collective: so they tell each other now and then,
+    well within it, that they still wait. Collective: every rank.
+    """
+    assert dist.group.WORLD is not None
+    seconds = min(_TELL_S, timeout_of(dist.group.WORLD).total_seconds() / 4)
+    while not all(exchange(done(seconds))):
+        pass
 
 
 @contextmanager

@@ -7,7 +7,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from shardproof.dist.collectives import exchange, exchange_among, together
+from shardproof.dist.collectives import exchange_among, together
+from shardproof.dist.deadline import await_all
 from shardproof.rl.background import BackgroundBatch, BackgroundRollouts
 from shardproof.rl.conversations.measures import all_rewards, reward_sample
 from shardproof.rl.conversations.steps import Start, starts_of
@@ -21,8 +22,6 @@ from shardproof.rollout.token_ledger import TokenLedger
 from shardproof.rollout.trajectory import Reward, Trajectory, reward_of
 
 Key = tuple[int, int]  # of a trajectory in its round: group and sample
-
-_TELL_S = 60.0  # how often ranks that wait for trajectories tell each other so
 
 
 @dataclass(frozen=True)
@@ -323,10 +322,5 @@ class BackgroundRound(Round):
 
 
 def settle(batch: BackgroundBatch | None, places: Sequence[int] | None = None) -> None:
-    """Wait until each rank has what it wants of its batch, or knows that it will not come.
-
-    Ranks may need very different times, longer than the timeout of a collective: so they tell each other now and then
-    that they still wait. Collective: every rank.
-    """
-    while not all(exchange(batch is None or batch.settled(places, _TELL_S))):
-        pass
+    """Wait until each rank has what it wants of its batch, or knows that it will not come. Collective: every rank."""
+    await_all(lambda seconds: batch is None or batch.settled(places, seconds))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from shardproof.config.roles import Teacher as Settings
 from shardproof.config.schema import Recipe, Role
-from shardproof.dist.collectives import exchange, exchange_among, together
-from shardproof.dist.deadline import Deadline
+from shardproof.dist.collectives import exchange_among, together
+from shardproof.dist.deadline import Deadline, await_all
 from shardproof.errors import fail
 from shardproof.rl.checks import load_tokenizer, model_folder
 from shardproof.rollout.vllm_client import Refused, Unreachable, VllmClient
@@ -25,7 +25,6 @@ from shardproof.train.score import logprobs
 
 Rows = list[torch.Tensor]
 
-_TELL_S = 60.0  # how often ranks that wait for a server tell each other so
 _BUSY = (408, 409, 425, 429, 500, 502, 503, 504)  # answers after which a request is repeated
 _LEAST, _MOST = (
     -1e4,
@@ -121,8 +120,7 @@ class ServedTeacher:
         with ThreadPoolExecutor(self.settings.max_in_flight, "teacher") as pool:
             asked = [pool.submit(self.of_tokens, list(tokens)) for tokens in mine]
             try:
-                while not all(exchange(_are_done(asked))):
-                    pass
+                await_all(lambda seconds: not wait(asked, seconds).not_done)
                 with together("score"):
                     found = [future.result() for future in asked]
             except BaseException:
@@ -175,10 +173,6 @@ class ServedTeacher:
             if attempt < settings.retries:
                 self._pause(min(_FIRST_PAUSE_S * 2**attempt, _LONGEST_PAUSE_S))
         raise fail("R514", "teacher", f"{problem} (after {attempt + 1} attempts).")
-
-
-def _are_done(asked: Sequence[Future[Any]]) -> bool:
-    return not wait(asked, _TELL_S).not_done
 
 
 def load_teacher(
