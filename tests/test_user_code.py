@@ -5,6 +5,9 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
+from shardproof.errors import ConfigError
 from shardproof.user_code import find_modules_in, import_named
 
 
@@ -24,3 +27,9 @@ def test_modules_beside_a_recipe_are_found_here_and_in_later_processes_and_hide_
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert found.stdout == "7 []\n"
+
+
+@pytest.mark.parametrize("file", ["closeness_of.py", "rewards/closeness_of.py", "rewards/closeness_of"])
+def test_a_file_in_the_place_of_a_module_is_told_the_modules_name(file):
+    with pytest.raises(ConfigError, match="name the module, not its file: closeness_of:close, with"):
+        import_named("reward", f"{file}:close")

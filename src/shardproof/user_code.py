@@ -60,6 +60,9 @@ def _import(kind: str, name: str, module_name: str) -> Any:
     except (Exception, SystemExit) as error:
         message = f"{kind} {name!r} cannot be imported: {describe_error(error)}"
         fix = "repair that module, or put it beside the recipe or on PYTHONPATH"
+        if module_name.endswith(".py") or "/" in module_name:
+            wanted = f"{Path(module_name).stem}:{name.partition(':')[2]}"
+            fix = f"name the module, not its file: {wanted}, with the file beside the recipe or its folder on PYTHONPATH"
         raise fail("C001", kind, message, fix=fix) from error
     finally:
         end_fork_of(process)

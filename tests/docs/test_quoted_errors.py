@@ -21,6 +21,7 @@ FILES = {
     "null.jsonl": ROW + '{"question": "1+1=", "result": null}\n',
     "type.jsonl": ROW + '{"question": 7, "result": 3}\n',
     "closeness.py": "def close(prompt, completion, row):\n    return 0.0\n",
+    "from_trl.py": "def correct(completions, solution, **kwargs):\n    return [0.0]\n",
 }
 # (page, override, what the page quotes)
 QUOTED = [
@@ -92,6 +93,11 @@ QUOTED = [
         "own-reward",
         "reward.functions=[{{name='closeness:clsoe'}}]",
         "'closeness' has no 'clsoe'. Did you mean 'close'?",
+    ),
+    (
+        "own-reward",
+        "reward.functions=[{{name='from_trl:correct',signature='trl'}}]",
+        "reward 'from_trl:correct' needs the column 'solution', and no row of data.train has it",
     ),
     (
         "own-reward",

@@ -15,7 +15,7 @@ from shardproof.rl.checks import check_basis, model_folder, read_data
 from shardproof.rl.rewards.calling import Outcome, attempt
 from shardproof.rl.rewards.functions import BUILT_IN
 from shardproof.rl.rewards.runner import RewardRunner, RewardSpec
-from tests.rl.runs import load_rows, small_recipe
+from tests.rl.runs import load_rows, small_recipe, write_rows
 
 pytestmark = pytest.mark.fault
 
@@ -96,6 +96,35 @@ def test_a_reward_that_is_about_no_row_is_refused_with_what_rows_have(tmp_path):
         ConfigError, match=r"reward 'numeric': no row fits its 'only': 'prompt' holds '.*=', .*\.\.\."
     ):
         read_data(recipe, check_basis(recipe, model_folder(recipe.model.path)))
+
+
+def as_for_trl(completions, solution, strict=False, *, scale, **columns):
+    """A reward as TRL calls it, that needs a column."""
+    return [1.0 for _ in completions]
+
+
+def test_a_reward_of_trls_form_is_refused_before_the_start_if_no_row_has_a_column_that_it_needs(tmp_path):
+    given = f'name="{__name__}:as_for_trl", signature="trl", options={{scale=2.0}}'
+    kept, sums = f"reward.functions=[{{{given}}}]", {"prompt": "1+1=", "answer": "2", "completion": "2"}
+    lacking = f"data.train={write_rows(tmp_path / 'lacking.jsonl', [sums])}"
+    having = f"data.evaluation={write_rows(tmp_path / 'having.jsonl', [{**sums, 'solution': '2'}, sums])}"
+
+    def read(*settings):
+        recipe = from_json(small_recipe(tmp_path, kept, *settings))
+        return read_data(recipe, check_basis(recipe, model_folder(recipe.model.path)))
+
+    for key, settings in (
+        ("train", (lacking, having)),
+        ("evaluation", (having.replace("evaluation", "train"),)),
+    ):
+        with pytest.raises(
+            ConfigError, match=rf"needs the column 'solution', and no row of data.{key} has it; .* 'answer'"
+        ):
+            read(*settings)
+    assert read(having.replace("evaluation", "train"), having)
+    assert read(
+        lacking, having, "algorithm.name=sft"
+    )  # whose completions are given, and only held-out ones scored
 
 
 def load(folder, rewards, **cells):

@@ -49,6 +49,9 @@ NAMES = (*BUILT_IN, *WITH_OPTIONS)
 # workers like the user's own functions. math-verify's own time limits need a process's main thread, which they have there.
 CANNOT_HANG = ("exact_match", "numeric", "length")
 
+# What TRL passes to a function besides the columns of the data.
+_OF_TRL = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+
 
 def find_reward(spec: RewardSpec | str, around: Surroundings | None = None) -> Function:
     """The function that a recipe's entry stands for, ready to be called. C001 if there is none, or not with its options."""
@@ -76,6 +79,23 @@ def row_check(spec: RewardSpec | str) -> RowCheck | None:
             _with_options(spec.name, spec.options, Surroundings(), checks=False), "check_row", None
         )
     return None
+
+
+def needed_columns(spec: RewardSpec) -> list[str]:
+    """The columns without which a function of TRL's signature cannot be called: its parameters that nothing else fills."""
+    if spec.signature != "trl":
+        return []
+    try:
+        parameters = inspect.signature(import_named("reward", spec.name)).parameters.values()
+    except ValueError:  # written in C
+        return []
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    given = {*_OF_TRL, *spec.options}
+    return [
+        each.name
+        for each in parameters
+        if each.kind in named and each.default is inspect.Parameter.empty and each.name not in given
+    ]
 
 
 def row_problem(spec: RewardSpec | str, row: dict[str, Any]) -> str | None:
@@ -139,8 +159,8 @@ def _users_function(spec: RewardSpec) -> Reward:
         names = ("prompts", "completions", "rows")
     try:
         if spec.signature == "trl":
-            names = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
-            # The columns of the data are not known here.
+            names = _OF_TRL
+            # The columns of the data are not known here: see `needed_columns`.
             inspect.signature(function).bind_partial(**dict.fromkeys(names), **spec.options)
         elif spec.signature == "verl":
             names = ("data_source", "solution_str", "ground_truth", "extra_info")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,7 @@ from shardproof.rl.conversations.conversation import Rules
 from shardproof.rl.conversations.prepare import SOURCE, rows_of
 from shardproof.rl.data import Prompt
 from shardproof.rl.rewards.from_recipe import specs_of
+from shardproof.rl.rewards.functions import needed_columns
 from shardproof.rl.sources.encoding import encode_prompts, require_lengths
 from shardproof.rl.sources.given import encode_given, given_kind, limited
 from shardproof.rl.sources.rendering import Rendering
@@ -111,7 +113,7 @@ def read_held_out(recipe: Recipe, held_out: HeldOut, environment: EnvironmentPoo
 
 
 def check_chosen(recipe: Recipe, readings: Sequence[Reading]) -> None:
-    """Raise for a reward function that is about none of the rows."""
+    """Raise for a reward function that is about none of the rows, or for whose parameters no row has a column."""
     rows = [row for each in readings for row in each.rows]
     for spec in specs_of(recipe):
         if any(map(spec.is_about, rows)):
@@ -125,6 +127,23 @@ def check_chosen(recipe: Recipe, readings: Sequence[Reading]) -> None:
             f"reward {spec.key!r}: no row fits its 'only': {there}.",
             "name a column and values that rows have",
         )
+    if recipe.environment is None:  # which may add columns
+        _check_needed(recipe, readings)
+
+
+def _check_needed(recipe: Recipe, readings: Sequence[Reading]) -> None:
+    """Raise for a function of TRL's signature that no row of a set has a column for."""
+    for spec in specs_of(recipe):
+        for column, each in itertools.product(needed_columns(spec), readings):
+            scored = each.rows if is_sampled(recipe, each.key == TRAINING) else []
+            rows = [row for row in scored if spec.is_about(row)]
+            if not rows or any(column in row for row in rows):
+                continue
+            there = ", ".join(map(repr, rows[0]))
+            raise unusable(
+                f"reward {spec.key!r} needs the column {column!r}, and no row of {each.key} has it; the first has {there}.",
+                f"rename a column to {column!r}, or give the function's parameter a default",
+            )
 
 
 def _columns(
