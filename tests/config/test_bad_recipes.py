@@ -133,6 +133,15 @@ def test_every_number_of_a_recipe_has_bounds(key, path):
         assert key in str(caught.value), f"{key}={number}"
 
 
+# TRL's sync_ref_model=true and use_adaptive_entropy=true would be every step and a nat; overlong_from=false all lengths.
+@pytest.mark.parametrize("switch", [True, False])
+def test_a_switch_is_no_number(switch):
+    for key in (key for key, _ in NUMBERS if key != "model.checkpoint_activations"):
+        with pytest.raises(sp.ConfigError) as caught:
+            parse_recipe(recipe_with(dict(NUMBERS)[key], switch), "recipe")
+        assert f"{key}: expected a number, not {str(switch).lower()}" in str(caught.value)
+
+
 def test_documented_numbers_are_numbers_of_the_schema():
     assert documented_numbers().keys() <= {key for key, _ in NUMBERS}
 
@@ -148,6 +157,7 @@ def test_limits_that_may_be_off(value):
     ("algorithm", "rollout", "said"),
     [
         ({"correction": "icepop", "icepop_bounds": [5.0, 0.5]}, {}, "icepop_bounds: the first must be below"),
+        ({"correction": "icepop", "icepop_bounds": 5.0}, {}, "icepop_bounds: expected a list, such as [1, 2]"),
         ({"correction": "mis", "tis_cap": 3.0}, {}, "tis_cap is for correction='tis', not for 'mis'"),
         ({"mis_cap": 3.0}, {}, "mis_cap is for correction='mis', not for 'tis'"),
         ({"correction": "none", "icepop_bounds": [0.1, 2.0]}, {}, "icepop_bounds is for correction='icepop'"),

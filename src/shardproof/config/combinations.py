@@ -125,6 +125,8 @@ def _roles(recipe: Sections) -> str | None:
         return (
             "reference: with model.lora the reference is the policy without its adapters; remove the section"
         )
+    if recipe.reference is not None and recipe.reference.lr is not None:
+        return f"reference.lr={recipe.reference.lr:g}: a reference is never trained; remove the key"
     return None
 
 

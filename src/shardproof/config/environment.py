@@ -53,7 +53,7 @@ class Environment(Section):
     tool_format: str | None = None
     """How the model writes tool calls: `hermes`, `llama`, `mistral`, `xml` and others, see
     docs/tools.md. By default the format that the model's chat template itself writes."""
-    max_turns: Annotated[int, Field(gt=0, le=1024)] = 4
+    max_turns: Annotated[int, Bound(gt=0, le=1024)] = 4
     """Most turns of the policy in one conversation."""
     max_tokens: Tokens | None = None
     """Most tokens of one conversation, prompt included. By default the model's context is the limit."""

@@ -24,6 +24,7 @@ _NO_RECIPE = "pass a recipe, a TOML file; `shardproof recipes` copies the built-
 _TABLE = "expected a table, such as { key = value }"
 _MESSAGES = {
     "list_type": "expected a list, such as [1, 2] or ['a', 'b']",
+    "tuple_type": "expected a list, such as [1, 2]",
     "dict_type": _TABLE,
     "model_type": _TABLE,
     "model_attributes_type": _TABLE,

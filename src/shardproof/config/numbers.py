@@ -15,7 +15,16 @@ class Bound:
         self.limits = limits
 
     def __get_pydantic_core_schema__(self, kind: Any, handler: Any) -> Any:
-        return {**handler(kind), **self.limits}
+        from pydantic_core.core_schema import no_info_before_validator_function
+
+        return no_info_before_validator_function(_no_switch, {**handler(kind), **self.limits})
+
+
+def _no_switch(value: Any) -> Any:
+    """Python takes true and false for 1 and 0: a switch in the place of a number would silently be a weight or a length."""
+    if isinstance(value, bool):
+        raise ValueError(f"expected a number, not {str(value).lower()}; remove the key for its default")
+    return value
 
 
 MAX_STEPS, MAX_TOKENS = 10**9, 2**30

@@ -441,6 +441,7 @@ def test_given_completions_need_no_answer_where_held_out_rows_are_scored(tmp_pat
             ["algorithm.name=dpo", "algorithm.preference.reference_free=true", "reference.path=x"],
             "reference: algorithm.preference.reference_free=true uses no reference",
         ),
+        (["algorithm.name=dpo", "reference.lr=0.1"], "reference.lr=0.1: a reference is never trained"),
         (
             ["algorithm.name=dpo", "algorithm.preset=trl"],
             "presets are for algorithms that sample, not for dpo",
