@@ -16,6 +16,7 @@ from shardproof.rl.templates import Overdue, call_each, chat_template_of, panics
 T = TypeVar("T")
 _TEMPLATE_SECONDS = 10.0  # for one prompt; real templates take a millisecond
 _PLAIN = Rendering()
+_BEFORE = "\n"  # what a text may follow
 
 
 def encode_prompts(
@@ -109,12 +110,41 @@ def check_settings(
             known |= new
 
 
-def encode_completions(prompts: list[Prompt], tokenizer: Any, completion_column: str) -> list[Prompt]:
-    """The prompts with the tokens of their completions, each closed by the tokenizer's end of sequence."""
-    texts = [prompt.row[completion_column] for prompt in prompts]
-    # What begins a sequence stands before the prompt already.
-    found = tokens_of(tokenizer, texts, add_special_tokens=False)
-    return [replace(prompt, completion=closed(ids, tokenizer)) for prompt, ids in zip(prompts, found)]
+def encode_completions(
+    prompts: list[Prompt], tokenizer: Any, completion_column: str, templated: Sequence[bool]
+) -> list[Prompt]:
+    """The prompts with the tokens of their completions, each closed by the tokenizer's end of sequence.
+
+    `templated` says which prompts a chat template has written, with all special tokens.
+    """
+    texts = [str(prompt.row[completion_column]) for prompt in prompts]
+    found: list[tuple[int, ...] | None] = [None] * len(prompts)
+    for through in (True, False):
+        indices = [index for index, flag in enumerate(templated) if flag is through]
+        joined = [prompts[index].text + texts[index] for index in indices]
+        wholes = tokens_of(tokenizer, joined, add_special_tokens=not through) if indices else []
+        for index, whole in zip(indices, wholes, strict=True):
+            found[index] = _after(prompts[index].tokens, whole)
+    # A token would span the border: the prompt keeps the tokens that the model is later asked with.
+    left = [index for index, ids in enumerate(found) if ids is None]
+    for index, ids in zip(left, _inside(tokenizer, [texts[index] for index in left]), strict=True):
+        found[index] = ids
+    return [replace(prompt, completion=closed(ids or (), tokenizer)) for prompt, ids in zip(prompts, found)]
+
+
+def _inside(tokenizer: Any, texts: list[str]) -> list[tuple[int, ...]]:
+    """The tokens of each text as they are inside a longer one: some tokenizers put a space before what begins one."""
+    if not texts:
+        return []
+    (before,), alone = (tokens_of(tokenizer, each, add_special_tokens=False) for each in ([_BEFORE], texts))
+    wholes = tokens_of(tokenizer, [_BEFORE + text for text in texts], add_special_tokens=False)
+    rests = [_after(before, whole) for whole in wholes]
+    return [ids if rest is None else rest for ids, rest in zip(alone, rests, strict=True)]
+
+
+def _after(beginning: tuple[int, ...], whole: tuple[int, ...]) -> tuple[int, ...] | None:
+    """What follows the beginning in the whole; None if the whole begins otherwise."""
+    return whole[len(beginning) :] if whole[: len(beginning)] == beginning else None
 
 
 def closed(ids: tuple[int, ...], tokenizer: Any) -> tuple[int, ...]:

@@ -145,7 +145,8 @@ def _encode_texts(
         message = f"{rows.places[0]}: data.train_on='assistant' needs messages; column {data.completion_column!r} holds text."
         raise unusable(message, "set data.train_on to 'completion' or 'all'")
     prompts = encode_prompts(rows, tokenizer, prompt_column, data.chat, None, (), rendering)
-    prompts = encode_completions(prompts, tokenizer, data.completion_column)
+    templated = [data.chat or not isinstance(row[prompt_column], str) for row in rows]
+    prompts = encode_completions(prompts, tokenizer, data.completion_column, templated)
     if data.train_on == "all":
         prompts = [replace(p, trained=(1,) * (len(p.tokens) + len(p.completion))) for p in prompts]
     return prompts
