@@ -72,7 +72,7 @@ class TeacherServer:
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
         self.failures: list[int] = []
-        self.shift, self.num_scored = 0, 0
+        self.shift, self.num_scored, self.max_model_len = 0, 0, 64
         self.keys: set[str | None] = set()
         self._lock = threading.Lock()
 
@@ -81,7 +81,7 @@ class TeacherServer:
             return 200, {"data": [{"id": "tiny-teacher"}]}
         if path == "/tokenize":
             ids = self.tokenizer(body["prompt"], add_special_tokens=False)["input_ids"]
-            return 200, {"tokens": [token + self.shift for token in ids]}
+            return 200, {"tokens": [token + self.shift for token in ids], "max_model_len": self.max_model_len}
         assert path == "/v1/completions" and body["prompt_logprobs"] == 0 and body["model"] == "tiny-teacher"
         with self._lock:
             if self.failures:

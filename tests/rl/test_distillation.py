@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,8 @@ from shardproof.config.roles import Teacher
 from shardproof.errors import ConfigError, ShardproofError
 from shardproof.rl.algorithms.registry import make_algorithm
 from shardproof.rl.batches import make_batch
+from shardproof.rl.checks import check_inputs
+from shardproof.rl.models import check_contexts
 from shardproof.rl.teacher import LocalTeacher, ServedTeacher, require_same_vocabulary
 from shardproof.rollout.trajectory import Reward, Segment, Trajectory
 from tests.ranks import run_ranks, run_ranks_outcomes
@@ -275,6 +279,44 @@ def test_a_server_is_checked_asked_again_and_not_asked_too_often() -> None:
     with pytest.raises(ShardproofError, match="after 3 attempts"):
         busy.check(tokenizer)
     assert pauses == [0.5, 1.0]
+
+
+def test_a_server_without_some_added_tokens_or_with_less_room_is_no_teacher() -> None:
+    """Another version of a model may split plain text alike, and not know the tokens around thoughts."""
+    server, tokenizer = TeacherServer(), AutoTokenizer.from_pretrained(TEACHER)
+    with serving(server) as url:
+        teacher = ServedTeacher(Teacher(url=url))
+        teacher.check(tokenizer, longest=63)
+        with pytest.raises(ShardproofError, match=r"R514.*may have 64 tokens; .* takes up to 63"):
+            teacher.check(tokenizer, longest=64)
+        tokenizer.add_tokens(["<think>"], special_tokens=False)
+        with pytest.raises(ShardproofError, match=r"R513.*<think>"):
+            teacher.check(tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ([], r"C005 teacher: a sequence may have 1\d tokens, and .* has 8 positions"),
+        (["algorithm.name=grpo", "algorithm.kl_coef=0.1"], "C005 reference: a sequence may have"),
+        (["algorithm.name=ppo"], "C005 critic: a sequence may have"),
+    ],
+)
+def test_models_beside_the_policy_have_room_for_its_sequences(
+    tmp_path: Path, overrides: list[str], message: str
+) -> None:
+    short = tmp_path / "short"
+    shutil.copytree(TEACHER, short)
+    config = json.loads((short / "config.json").read_text())
+    (short / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 8}))
+    role = message.split()[1].removesuffix(":")
+    more = [] if role == "teacher" else ["teacher=none", "reward.functions=[{name='exact_match'}]"]
+    more += ["rollout.max_new_tokens=9", f"{role}.path={short}", *overrides]
+    recipe = from_json(recipe_of(tmp_path / "run", *more))
+    with pytest.raises(ShardproofError, match=message):
+        check_contexts(recipe, check_inputs(recipe))
+    fits = recipe.model_copy(update={"rollout": recipe.rollout.model_copy(update={"max_new_tokens": 2})})
+    check_contexts(fits, check_inputs(fits))
 
 
 @pytest.mark.parametrize(

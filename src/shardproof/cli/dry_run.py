@@ -23,6 +23,7 @@ def dry_run(recipe: Recipe, options: Options, terminal: Terminal) -> None:
     from shardproof.dist.start import node_range
     from shardproof.rl.checks import check_inputs, check_model, describe_ahead
     from shardproof.rl.judge_checks import check_judges
+    from shardproof.rl.models import check_contexts
     from shardproof.rl.place import check_content, check_folder
     from shardproof.rl.same_run import Resume
 
@@ -41,6 +42,7 @@ def dry_run(recipe: Recipe, options: Options, terminal: Terminal) -> None:
         logger.info("comparing the model's files with its config ...")
         check_model(recipe, inputs.config, num_nodes * num_ranks)
         check_judges(recipe, inputs.tokenizer)
+        check_contexts(recipe, inputs)
         state = check_folder(recipe, resume)
         check_content(state, recipe, inputs.prompts, inputs.held_out, resume)
     except ShardproofError as error:

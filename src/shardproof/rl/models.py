@@ -14,16 +14,18 @@ from shardproof.dist.collectives import together
 from shardproof.dist.mesh import make_mesh
 from shardproof.errors import ShardproofError, fail
 from shardproof.model.exact import make_exact
+from shardproof.model.families import max_positions
 from shardproof.model.roles import FROZEN, POLICY, REWARD, RoleModule
-from shardproof.rl.checks import load_tokenizer, make_lora
+from shardproof.rl.checks import Inputs, load_tokenizer, make_lora
 from shardproof.rl.proofs import Ledger, proved_load
+from shardproof.rl.sources.reading import is_sampled, longest
 from shardproof.shard.load import load
 from shardproof.shard.sharded_model import ShardedModel
 from shardproof.train.optim import make_optimizer
 from shardproof.train.schedules import make_schedule
 from shardproof.train.trainer import Trainer
 from shardproof.user_code import is_user_name
-from shardproof.weights.source import RandomInit, find_folder
+from shardproof.weights.source import RandomInit, find_folder, read_config
 
 
 def load_role(
@@ -98,6 +100,46 @@ def check_vocabularies(recipe: Recipe, tokenizer: Any) -> None:
                 f"{known[token]} for the policy and {theirs[token]} for the {role}, which reads the policy's numbers."
             )
             raise fail("R513", role, message, fix=f"use a {role} that has the policy's tokenizer")
+
+
+def longest_sequence(recipe: Recipe, inputs: Inputs) -> int | None:
+    """The most tokens of a sequence that a run trains on or scores; None where nothing limits its conversations."""
+    if inputs.rules is not None:
+        return inputs.rules.max_tokens
+    samples = is_sampled(recipe, True)
+    sets = [inputs.prompts, *(() if samples else inputs.held_out.values())]
+    return max(longest(recipe, each, recipe.rollout.max_new_tokens if samples else 0) for each in sets)
+
+
+def check_contexts(recipe: Recipe, inputs: Inputs) -> None:
+    """Raise if a model beside the policy has too few positions for the policy's sequences, which it scores.
+
+    Models that are not on this host are let pass.
+    """
+    model, most = recipe.model, longest_sequence(recipe, inputs)
+    for role, section in (
+        ("reference", recipe.reference),
+        ("critic", recipe.critic),
+        ("teacher", recipe.teacher),
+    ):
+        path = section.path if section is not None else None
+        folder = find_folder(path, None) if path is not None and path != model.path else None
+        if folder is None or most is None:
+            continue
+        trust = recipe.teacher.trust_remote_code if section is recipe.teacher else model.trust_remote_code
+        positions = max_positions(read_config(folder, trust))
+        if positions is not None and most > positions:
+            message = f"a sequence may have {most} tokens, and {path!r} has {positions} positions."
+            raise fail("C005", role, message, fix=_shorter(recipe, inputs))
+
+
+def _shorter(recipe: Recipe, inputs: Inputs) -> str:
+    """What makes a run's sequences shorter."""
+    if inputs.rules is not None:
+        return "set environment.max_tokens"
+    if is_sampled(recipe, True):
+        return "lower rollout.max_new_tokens, or data.max_prompt_tokens with data.too_long='drop'"
+    return "set data.max_length and data.on_max_length"
 
 
 def make_trainer(recipe: Recipe, model: ShardedModel, lr: float | None) -> Trainer:

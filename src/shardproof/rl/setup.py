@@ -31,7 +31,7 @@ from shardproof.rl.engines import make_engine, make_sampling, sleeps
 from shardproof.rl.finished import FinishedBuffer
 from shardproof.rl.given_data import make_offline
 from shardproof.rl.inputs import read_inputs
-from shardproof.rl.models import check_vocabularies, load_role, make_trainer
+from shardproof.rl.models import check_contexts, check_vocabularies, load_role, longest_sequence, make_trainer
 from shardproof.rl.offline import OfflineData
 from shardproof.rl.proofs import Ledger
 from shardproof.rl.reward_models import RewardModels, load_reward_models
@@ -190,6 +190,7 @@ def _load_models(
     """Load every role that a run needs. Collective: every rank."""
     with together("settings"):
         check_vocabularies(recipe, inputs.tokenizer)
+        check_contexts(recipe, inputs)
     load = partial(load_role, recipe, config=inputs.config, ledger=ledger, step=step)
     policy = load(None, algorithm.spec.role)
     if algorithm.spec.role == REWARD:
@@ -203,7 +204,9 @@ def _load_models(
         section = recipe.critic or Critic()
         critic = make_trainer(recipe, load(section, "critic"), section.lr)
     rewards = load_reward_models(recipe, load)
-    teacher = load_teacher(recipe, load, inputs.tokenizer, policy.sequence_parallel)
+    teacher = load_teacher(
+        recipe, load, inputs.tokenizer, policy.sequence_parallel, longest_sequence(recipe, inputs)
+    )
     scorers = Scorers(
         policy,
         reference,

@@ -31,6 +31,7 @@ _LEAST, _MOST = (
     1e-3,
 )  # a log-prob's bounds, with room for rounding; a server can be set to return logits
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
+_ADDED_PER_TEXT = 256  # tokens that were added to a tokenizer; some have thousands
 # What two tokenizers split differently, if they split anything differently.
 _PROBES = (
     "The quick brown fox doesn't jump over 1234567890 lazy dogs.",
@@ -90,8 +91,11 @@ class ServedTeacher:
         self._pace = _Pace(1.0 / settings.requests_per_s if settings.requests_per_s else 0.0)
         self.name = ""
 
-    def check(self, tokenizer: Any) -> None:
-        """Raise unless the server has the teacher, and splits text as the policy's tokenizer does."""
+    def check(self, tokenizer: Any, longest: int | None = None) -> None:
+        """Raise unless the server has the teacher, splits text as the policy's tokenizer does, and has room for sequences.
+
+        `longest` is the most tokens of a sequence; None: any number.
+        """
         listed = self._ask(partial(self._client.get, "/v1/models"))
         found = listed.get("data") if isinstance(listed, dict) else None
         models = found if isinstance(found, list) else []
@@ -100,14 +104,20 @@ class ServedTeacher:
         if self.name not in names:
             message = f"{self.settings.url} has no model {self.name!r}; it has {', '.join(names) or 'none'}."
             raise fail("R514", "teacher", message, fix="set teacher.served_name to one of these")
-        for text in _PROBES:
+        for text in (*_PROBES, *_added_tokens(tokenizer)):
             body = {"model": self.name, "prompt": text, "add_special_tokens": False}
             answer = self._ask(partial(self._client.post, "/tokenize", body))
-            theirs = answer.get("tokens") if isinstance(answer, dict) else None
+            told = answer if isinstance(answer, dict) else {}
+            theirs, room = told.get("tokens"), told.get("max_model_len")
             ours = list(tokenizer(text, add_special_tokens=False)["input_ids"])
             if theirs != ours:
                 message = f"{self.settings.url} splits {text[:40]!r} into the tokens {str(theirs)[:80]}, the policy's tokenizer into {str(ours)[:80]}."
                 raise fail("R513", "teacher", message)
+            # A prompt leaves room for a token: a server has to sample one.
+            if longest is not None and isinstance(room, int) and longest >= room:
+                message = f"a sequence may have {longest} tokens; {self.settings.url} takes up to {room - 1} in a prompt."
+                fix = "start the server with a larger --max-model-len, or lower rollout.max_new_tokens"
+                raise fail("R514", "teacher", message, fix=fix)
 
     def logprobs(
         self, sequences: Sequence[Sequence[int]], temperature: float, micro_batch_tokens: int
@@ -175,12 +185,20 @@ class ServedTeacher:
         raise fail("R514", "teacher", f"{problem} (after {attempt + 1} attempts).")
 
 
+def _added_tokens(tokenizer: Any) -> list[str]:
+    """Texts with all tokens that were added to the tokenizer, such as those around thoughts: other versions lack some."""
+    added = sorted(tokenizer.get_added_vocab().items(), key=lambda item: item[1])
+    starts = range(0, len(added), _ADDED_PER_TEXT)
+    return ["".join(token for token, _ in added[at : at + _ADDED_PER_TEXT]) for at in starts]
+
+
 def load_teacher(
-    recipe: Recipe, load: Callable[..., ShardedModel], tokenizer: Any, share: int
+    recipe: Recipe, load: Callable[..., ShardedModel], tokenizer: Any, share: int, longest: int | None
 ) -> Teacher | None:
     """The recipe's teacher, whose vocabulary is the policy's; None if there is none.
 
-    `load` is `rl.models.load_role` of the run, `share` the number of ranks that hold each sequence. Collective: every rank.
+    `load` is `rl.models.load_role` of the run, `share` the number of ranks that hold each sequence, `longest` the most
+    tokens of one. Collective: every rank.
     """
     settings = recipe.teacher
     if settings is None:
@@ -188,7 +206,7 @@ def load_teacher(
     if settings.url is not None:
         served = ServedTeacher(settings, share)
         with together("score"):
-            served.check(tokenizer)
+            served.check(tokenizer, longest)
         return served
     assert settings.path is not None, "a teacher has a path or a url"
     with together("score"):

@@ -259,6 +259,11 @@ def num_following(recipe: Recipe, prompt: Prompt, most: int) -> int:
     return max(len(prompt.completion), len(prompt.rejected), sampled) + _after_text(recipe)
 
 
+def longest(recipe: Recipe, prompts: Sequence[Prompt], most: int) -> int:
+    """The most tokens of a prompt and what may follow it: see `num_following`."""
+    return max(len(each.tokens) + num_following(recipe, each, most) for each in prompts)
+
+
 def _after_text(recipe: Recipe) -> int:
     """How many tokens stand behind a text that a reward model learns from: see `train.score.scored_text`."""
     return int(find_algorithm(recipe.algorithm.name).spec.role == "reward")

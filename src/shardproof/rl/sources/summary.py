@@ -15,7 +15,7 @@ from shardproof.rl.checks import Inputs
 from shardproof.rl.data import Prompt
 from shardproof.rl.sources.given import given_kind, label_of, margin_of
 from shardproof.rl.sources.pass_rates import key_of
-from shardproof.rl.sources.reading import is_sampled, num_following
+from shardproof.rl.sources.reading import is_sampled, longest
 from shardproof.rl.sources.streams import make_stream
 from shardproof.rl.templates import panics_as_errors
 
@@ -54,7 +54,7 @@ def summarise(recipe: Recipe, inputs: Inputs, split: str, num_rows: int) -> dict
                 "rows": len(prompts),
                 "dropped": dict(inputs.dropped.get(keys[name], {})),
                 **_facts(prompts, _is_scored(recipe)),
-                "longest": _longest(recipe, prompts, followed[name] * is_sampled(recipe, name == TRAIN)),
+                "longest": longest(recipe, prompts, followed[name] * is_sampled(recipe, name == TRAIN)),
             }
             for name, prompts in sets.items()
         },
@@ -74,11 +74,6 @@ def sets_of(inputs: Inputs) -> dict[str, Sequence[Prompt]]:
 def _label(name: str) -> str:
     """What a held-out set is called here: by its name, or as its metrics begin if that is what another set is called."""
     return f"eval/{name}" if name in (TRAIN, EVALUATION) else name or EVALUATION
-
-
-def _longest(recipe: Recipe, prompts: Sequence[Prompt], sampled: int) -> int:
-    """The most tokens of a prompt and what may follow it, as the room for it is checked before a run."""
-    return max(len(each.tokens) + num_following(recipe, each, sampled) for each in prompts)
 
 
 def _facts(prompts: Sequence[Prompt], is_scored: bool) -> dict[str, Any]:
