@@ -285,13 +285,27 @@ def test_a_server_without_some_added_tokens_or_with_less_room_is_no_teacher() ->
     """Another version of a model may split plain text alike, and not know the tokens around thoughts."""
     server, tokenizer = TeacherServer(), AutoTokenizer.from_pretrained(TEACHER)
     with serving(server) as url:
-        teacher = ServedTeacher(Teacher(url=url))
+        teacher = ServedTeacher(Teacher(url=f"{url}/v1/"))
         teacher.check(tokenizer, longest=63)
         with pytest.raises(ShardproofError, match=r"R514.*may have 64 tokens; .* takes up to 63"):
             teacher.check(tokenizer, longest=64)
         tokenizer.add_tokens(["<think>"], special_tokens=False)
         with pytest.raises(ShardproofError, match=r"R513.*<think>"):
             teacher.check(tokenizer)
+
+
+def test_a_server_behind_a_gateway_is_asked_below_its_path() -> None:
+    server = TeacherServer()
+    plain, asked = server.answer, []
+
+    def answer(path: str, body: Any) -> tuple[int, Any]:
+        asked.append(path)
+        return plain(path.removeprefix("/team/teacher"), body)
+
+    server.answer = answer  # type: ignore[method-assign]
+    with serving(server) as url:
+        ServedTeacher(Teacher(url=f"{url}/team/teacher")).check(AutoTokenizer.from_pretrained(TEACHER))
+    assert set(asked) == {"/team/teacher/v1/models", "/team/teacher/tokenize"}
 
 
 @pytest.mark.parametrize(

@@ -30,10 +30,16 @@ class Refused(Exception):
 
 
 class VllmClient:
-    """Calls to one server. `url` is http://host:port or unix:/path; `key_variable` names what holds its API key."""
+    """Calls to one server. `url` is http://host:port or unix:/path; `key_variable` names what holds its API key.
+
+    Behind a gateway, http://host/path may be where the server's own paths begin; of what clients of OpenAI's take, which
+    ends with /v1, the rest counts.
+    """
 
     def __init__(self, url: str, key_variable: str | None = None):
         self.url = url
+        below = "" if url.startswith("unix:") else urlsplit(url).path
+        self._below = below.rstrip("/").removesuffix("/v1").rstrip("/")
         self._headers: dict[str, str] = {}
         if key_variable is not None:
             self._headers["Authorization"] = f"Bearer {os.environ.get(key_variable, '')}"
@@ -58,7 +64,7 @@ class VllmClient:
 
     def _call(self, method: str, path: str, body: Any, deadline: Deadline) -> Any:
         with self._connection(deadline) as connection:
-            return _exchange(connection, method, path, body, deadline, self._headers)
+            return _exchange(connection, method, self._below + path, body, deadline, self._headers)
 
     @contextlib.contextmanager
     def _connection(self, deadline: Deadline) -> Iterator[http.client.HTTPConnection]:
