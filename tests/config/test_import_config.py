@@ -241,6 +241,8 @@ def test_preferences_of_trl_keep_what_trl_reads_and_move_the_reference(tmp_path)
     settings = ["loss_type=[robust, discopop]", "f_divergence_type=alpha_divergence", *unread]
     read = recipe_of(tmp_path, imported(tmp_path, "{}", *settings, trainer="dpo")).algorithm.preference
     assert (read.label_smoothing, read.discopop_tau, read.divergence_alpha) == (0.1, 0.2, 0.7)
+    mixed = imported(tmp_path, "loss_type: [sigmoid, aot]", "label_smoothing=0.1", trainer="dpo")
+    assert "TRL smooths the others alone" in mixed.draft.gaps["label_smoothing with loss_type='sigmoid'"]
 
 
 def test_trls_schedule_of_warm_up_stable_and_decay(tmp_path):

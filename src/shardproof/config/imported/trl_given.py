@@ -37,6 +37,10 @@ def _dpo(draft: Draft, foreign: Foreign) -> None:
     copy(draft, foreign, (each for each in table if each.theirs not in unread))
     for key in unread:
         draft.skip(foreign, key, "TRL does not read it with this loss")
+    if "sigmoid" in losses and "label_smoothing" not in unread and foreign.values.get("label_smoothing"):
+        draft.gaps["label_smoothing with loss_type='sigmoid'"] = (
+            "it is smoothed here, too; TRL smooths the others alone"
+        )
     _lengths(draft, foreign)
     draft.lack(foreign, "use_weighting", "every pair counts alike", unless=(False,))
     moving_reference(draft, foreign, 1)
