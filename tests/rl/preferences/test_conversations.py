@@ -147,6 +147,34 @@ def test_keys_that_a_table_adds_to_messages_are_not_seen():
     assert '[{"type": "function", "function": {"name": "weather", "arguments": null}}]' in text
 
 
+CALLED = {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "weather"}}]}
+ASKED = [USER, CALLED, said("tool", "fine")]
+
+
+def compare_after_calls(path: str) -> None:
+    """Rows as their file holds them: what a prompt's message calls stands in the place of what it says."""
+    shown = CHAT.replace("{{ m.content }}", "{{ m.tool_calls | tojson if m.tool_calls else m.content }}")
+    recipe = recipe_of("dpo", f"data.train={path}", "data.evaluation=none")
+    rows = read_training(recipe, None).rows
+    found = encode_given(recipe, rows, make_tokenizer(shown), "prompt")
+    for ours, theirs in zip(found, prepared("dpo", list(rows), make_tokenizer(shown)), strict=True):
+        assert list(ours.tokens) == theirs["prompt_ids"] and list(ours.completion) == theirs["chosen_ids"]
+
+
+def test_a_prompt_may_hold_calls_that_say_nothing(tmp_path):
+    row = {"prompt": ASKED, "chosen": [GOOD], "rejected": [BAD]}
+    nulls = {**row, "prompt": [USER, {**CALLED, "content": None}, ASKED[2]]}
+    run_ranks(1, compare_after_calls, str(write_rows(tmp_path / "rows.jsonl", [row, nulls])))
+
+
+@pytest.mark.parametrize("name", ["grpo", "kto", "sft"])
+def test_so_may_prompts_of_other_algorithms(tmp_path, name):
+    row = {"prompt": ASKED, "completion": [GOOD], "label": True, "answer": "fine"}
+    path = write_rows(tmp_path / "rows.jsonl", [row])
+    recipe = recipe_of(name, f"data.train={path}", "data.evaluation=none")
+    assert read_training(recipe, None).rows[0]["prompt"] == ASKED
+
+
 def test_keys_that_a_table_adds_to_tools_are_not_seen():
     place = {"type": "string", "enum": None, "default": None}
     tool = {"name": "weather", "parameters": {"properties": {"place": place, "days": None}}, "strict": None}

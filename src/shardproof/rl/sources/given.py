@@ -115,7 +115,7 @@ def _require_completion(place: str, row: Row, column: str, key: str) -> None:
     if not isinstance(row[column], str | list) or not row[column]:
         found = type(row[column]).__name__ if row[column] else "nothing"
         raise unusable(f"{place}: column {column!r} holds {found}; expected a string.")
-    require_prompt(f"{place}: column {column!r}", row[column], may_call=True)
+    require_prompt(f"{place}: column {column!r}", row[column])
 
 
 def _encode_completions(recipe: Recipe, rows: Rows, tokenizer: Any, prompt_column: str) -> list[Prompt]:
@@ -299,7 +299,7 @@ def _encode_whole(recipe: Recipe, rows: Rows, tokenizer: Any) -> list[Prompt]:
     for place, row in zip(rows.places, rows, strict=True):
         require_column(place, row, data.messages_column, "data.messages_column")
         where = f"{place}: column {data.messages_column!r}"
-        require_prompt(where, row[data.messages_column], may_call=True)
+        require_prompt(where, row[data.messages_column])
         if isinstance(row[data.messages_column], str):
             raise unusable(f"{where} holds text; expected a list of messages.")
         messages = _with_system(place, row[data.messages_column], rendering)

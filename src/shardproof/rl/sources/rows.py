@@ -154,10 +154,10 @@ def _no_column(place: str, row: Row, column: str, key: str) -> tuple[str, str]:
     return message, f"set {key} to one of the columns listed"
 
 
-def require_prompt(place: str, prompt: object, *, may_call: bool = False) -> None:
+def require_prompt(place: str, prompt: object) -> None:
     """Raise unless `prompt` is a string or a conversation that a chat template can render.
 
-    With `may_call` a message that calls tools may say nothing besides.
+    A message that calls tools may say nothing besides.
     """
     if isinstance(prompt, str):
         _require_unicode(f"{place} holds", prompt)
@@ -169,7 +169,7 @@ def require_prompt(place: str, prompt: object, *, may_call: bool = False) -> Non
     for turn, message in enumerate(prompt, 1):
         if not isinstance(message, dict):
             raise unusable(f"{place}: message {turn} is {type(message).__name__}; {expected}.")
-        only_calls = may_call and message.get("tool_calls") and message.get("content") is None
+        only_calls = message.get("tool_calls") and message.get("content") is None
         for key in ("role",) if only_calls else ("role", "content"):
             if not isinstance(message.get(key), str):
                 found = type(message[key]).__name__ if key in message else "nothing"
