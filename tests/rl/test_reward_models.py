@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from peft import PeftModel
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import shardproof as sp
@@ -211,8 +212,16 @@ def _scores(folder: str, texts: list[list[int]]) -> list[float]:
 
 @pytest.mark.distributed
 def test_adapters_of_a_reward_model_are_trained_with_its_head(tmp_path: Path) -> None:
+    """The head gets no adapter, and is saved beside those of the other layers; transformers and peft read both folders."""
     run_ranks(3, run_recipe, rm_recipe(tmp_path, "model.lora.r=2", "train.prompts_per_step=2"))
     assert lines(tmp_path / "metrics.jsonl")[-1]["metrics"]["grad_norm"] > 0
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert config["modules_to_save"] == ["score"] and "score" not in config["target_modules"]
+    whole = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    base = AutoModelForSequenceClassification.from_pretrained(TEACHER, num_labels=1, dtype=torch.float32)
+    adapted = PeftModel.from_pretrained(base, tmp_path / "adapter")
+    text = torch.tensor([[3, 12, 4, 13, 5]])
+    torch.testing.assert_close(adapted(text).logits, whole(text).logits, rtol=0, atol=0.01)
 
 
 @dataclass
