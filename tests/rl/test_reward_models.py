@@ -222,6 +222,10 @@ def test_adapters_of_a_reward_model_are_trained_with_its_head(tmp_path: Path) ->
     adapted = PeftModel.from_pretrained(base, tmp_path / "adapter")
     text = torch.tensor([[3, 12, 4, 13, 5]])
     torch.testing.assert_close(adapted(text).logits, whole(text).logits, rtol=0, atol=0.01)
+    for name, base_of in (("model", "path/to/this/folder"), ("adapter", "path/to/the/base/model")):
+        card = (tmp_path / name / "README.md").read_text()
+        assert "pipeline_tag: text-classification" in card and "vllm serve" not in card
+        assert f'AutoModelForSequenceClassification.from_pretrained("{base_of}"' in card
 
 
 @dataclass

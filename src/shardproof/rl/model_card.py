@@ -14,7 +14,9 @@ from shardproof.config.schema import Recipe
 from shardproof.export.receipts import read_digest
 from shardproof.files import write_atomic
 from shardproof.foreign import read_json
+from shardproof.model.roles import REWARD
 from shardproof.report.read import EVENTS_NAME, FACTS_NAME, HEADLINES, METRICS_NAME
+from shardproof.rl.algorithms.registry import find_algorithm
 from shardproof.rl.loggers import read_lines
 
 CARD_NAME = "README.md"
@@ -49,9 +51,14 @@ def _metadata(recipe: Recipe, adapter: bool) -> ModelCardData:
         base_model=base if _is_on_hub(base) else None,
         datasets=datasets,
         library_name="peft" if adapter else "transformers",
-        pipeline_tag="text-generation",
+        pipeline_tag="text-classification" if _scores(recipe) else "text-generation",
         tags=["shardproof", "reinforcement-learning", recipe.algorithm.name.rpartition(":")[2]],
     )
+
+
+def _scores(recipe: Recipe) -> bool:
+    """Whether the model is a reward model, whose head gives a text one number."""
+    return find_algorithm(recipe.algorithm.name).spec.role == REWARD
 
 
 def _is_on_hub(path: str) -> bool:
@@ -102,20 +109,22 @@ def _results(run: Path) -> str:
 
 def _use(recipe: Recipe, adapter: bool) -> str:
     name = recipe.output.push_to_hub or "path/to/this/folder"
+    kind = "AutoModelForSequenceClassification" if _scores(recipe) else "AutoModelForCausalLM"
     if adapter:
         base = recipe.model.path if _is_on_hub(recipe.model.path) else "path/to/the/base/model"
         code = (
-            "from peft import PeftModel\nfrom transformers import AutoModelForCausalLM\n\n"
-            f'base = AutoModelForCausalLM.from_pretrained("{base}")\n'
+            f"from peft import PeftModel\nfrom transformers import {kind}\n\n"
+            f'base = {kind}.from_pretrained("{base}"{", num_labels=1" if _scores(recipe) else ""})\n'
             'model = PeftModel.from_pretrained(base, "path/to/this/folder")'
         )
         return f"## Use\n\n```python\n{code}\n```"
     code = (
-        "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
-        f'model = AutoModelForCausalLM.from_pretrained("{name}")\n'
+        f"from transformers import {kind}, AutoTokenizer\n\n"
+        f'model = {kind}.from_pretrained("{name}")\n'
         f'tokenizer = AutoTokenizer.from_pretrained("{name}")'
     )
-    return f"## Use\n\n```python\n{code}\n```\n\n```\nvllm serve {name}\n```"
+    served = "" if _scores(recipe) else f"\n\n```\nvllm serve {name}\n```"
+    return f"## Use\n\n```python\n{code}\n```{served}"
 
 
 def _receipts(run: Path, digest: str) -> str:
