@@ -186,10 +186,13 @@ class ServedTeacher:
 
 
 def _added_tokens(tokenizer: Any) -> list[str]:
-    """Texts with all tokens that were added to the tokenizer, such as those around thoughts: other versions lack some."""
-    added = sorted(tokenizer.get_added_vocab().items(), key=lambda item: item[1])
-    starts = range(0, len(added), _ADDED_PER_TEXT)
-    return ["".join(token for token, _ in added[at : at + _ADDED_PER_TEXT]) for at in starts]
+    """Texts with the tokens that were added to the tokenizer, such as those around thoughts: other versions lack some.
+
+    Special tokens are left out: a server may read them in a text as plain text.
+    """
+    found = sorted(getattr(tokenizer, "added_tokens_decoder", {}).items())
+    added = [token.content for _, token in found if not token.special]
+    return ["".join(added[at : at + _ADDED_PER_TEXT]) for at in range(0, len(added), _ADDED_PER_TEXT)]
 
 
 def load_teacher(
