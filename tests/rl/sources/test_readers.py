@@ -3,7 +3,11 @@
 import gzip
 import json
 import random
+import subprocess
+import sys
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from shardproof.errors import ConfigError
@@ -100,6 +104,26 @@ def test_packed_files(tmp_path, name):
     assert rows(write(tmp_path / f"{name}.gz", packed)) == [{"p": "x"}]
     assert "cannot be" in refused(write(tmp_path / f"{name}.gz", packed[:-6]))
     assert "cannot be" in refused(write(tmp_path / f"{name}.gz", b"plain"))
+
+
+def test_parquet_is_read_without_threads(tmp_path):
+    """Those of Arrow that still knew the file when Python ended now and then aborted the process, with its work done."""
+    source = tmp_path / "a.parquet"
+    written = [{"p": str(n), "n": [{"x": n}, None]} for n in range(10)]
+    pq.write_table(pa.Table.from_pylist(written), source, row_group_size=3)
+    assert rows(source) == written
+    code = (
+        "import os, pyarrow.parquet; from shardproof.rl.sources.readers import read_rows; "
+        "count = lambda: len(os.listdir('/proc/self/task')); before = count(); "
+        f"assert len(list(read_rows({str(source)!r}))) == 10; assert count() == before"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_parquet_file_with_a_column_twice_is_refused(tmp_path):
+    table = pa.Table.from_arrays([pa.array(["1"])] * 3, names=["p", "a", "a"])
+    pq.write_table(table, tmp_path / "twice.parquet")
+    assert "twice.parquet has the column 'a' twice" in refused(tmp_path / "twice.parquet")
 
 
 def test_folders_and_patterns_are_their_files_by_name(tmp_path):

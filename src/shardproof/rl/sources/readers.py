@@ -16,7 +16,14 @@ from typing import IO, Any, TypeVar, cast
 
 from shardproof.errors import did_you_mean
 from shardproof.foreign import open_foreign
-from shardproof.rl.sources.text_files import Place, read_json, read_lines, read_table, unusable
+from shardproof.rl.sources.text_files import (
+    Place,
+    read_json,
+    read_lines,
+    read_table,
+    require_unique,
+    unusable,
+)
 
 T = TypeVar("T")
 
@@ -109,10 +116,13 @@ def _read_parquet(file: IO[bytes], path: Path) -> Iterator[Place]:
         fix = "pip install pyarrow, or convert the file to .jsonl"
         raise unusable(f"{path}: reading Parquet needs pyarrow, which is not installed.", fix) from error
     try:
-        rows = pyarrow.parquet.read_table(file).to_pylist()
+        # In this thread alone: threads of Arrow's own that still know the file when Python ends may end the process first.
+        packed = pyarrow.parquet.ParquetFile(file, pre_buffer=False)
+        names, batches = packed.schema_arrow.names, packed.iter_batches(use_threads=False)
     except Exception as error:  # Arrow's own types, and Python's for values that it has no room for
         raise unusable(f"{path} cannot be read as Parquet: {type(error).__name__}: {error}.") from error
-    yield from _numbered(rows, f"{path}, row ")
+    require_unique(names, str(path))
+    yield from _numbered((row for batch in batches for row in batch.to_pylist()), f"{path}, row ")
 
 
 def _read_hub(source: str) -> Iterator[Place]:

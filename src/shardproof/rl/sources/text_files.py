@@ -6,7 +6,7 @@ import codecs
 import csv
 import json
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -160,10 +160,15 @@ def _checked_columns(cells: list[str], place: str) -> list[str]:
         raise unusable(
             f"{place}: column {columns.index('') + 1} has no name.", "name every column in the first line"
         )
+    require_unique(columns, place)
+    return columns
+
+
+def require_unique(columns: Sequence[str], place: str) -> None:
+    """Raise if two columns of a table have the same name: a row would have only one of them."""
     twice = [name for name in columns if columns.count(name) > 1]
     if twice:
         raise unusable(f"{place} has the column {twice[0]!r} twice.", "give every column a name of its own")
-    return columns
 
 
 def _lines(file: Iterable[bytes], path: Path) -> Iterator[tuple[int, bytes]]:
