@@ -178,6 +178,9 @@ def test_mistakes_are_named_as_in_a_run(tmp_path):
     assert "C001" in run(tmp_path / "nowhere.toml", code=2)
     assert "--to says where --measure writes" in run(TINY, "--to", tmp_path / "f", code=2)
     assert "--measure writes a file" in run(TINY, "--json", "--measure", "2", code=2)
+    # The training set was measured, whatever was asked for.
+    said = run(TINY, "--split", "evaluation", "--measure", "2", code=2)
+    assert "--measure samples the rows to train on, not those of --split evaluation" in " ".join(said.split())
     for name, said in (("no/f", "the folder does not exist"), (".", "is a folder"), ("f.csv", "f.jsonl'")):
         assert said in run(TINY, "--measure", "2", "--to", tmp_path / name, code=2)
 

@@ -48,20 +48,7 @@ def data(
         try:
             from shardproof.config.load import load_recipe
 
-            if to is not None and measure is None:
-                raise fail(
-                    "C001",
-                    "data",
-                    "--to says where --measure writes.",
-                    fix="add --measure N, or leave --to out",
-                )
-            if as_json and measure is not None:
-                raise fail(
-                    "C001",
-                    "data",
-                    "--measure writes a file, and shows nothing as JSON.",
-                    fix="leave --json out",
-                )
+            _check_options(split, as_json, measure, to)
             checked = load_recipe(recipe, overrides or [])
             find_modules_in(Path(recipe).parent)
             if measure is not None:
@@ -73,6 +60,20 @@ def data(
         except ShardproofError as error:
             terminal.show(str(error))
             raise SystemExit(exit_code_of(error)) from None
+
+
+def _check_options(split: str, as_json: bool, measure: int | None, to: Path | None) -> None:
+    """Raise for an option that would change nothing."""
+    problem = None
+    if to is not None and measure is None:
+        problem = "--to says where --measure writes.", "add --measure N, or leave --to out"
+    elif as_json and measure is not None:
+        problem = "--measure writes a file, and shows nothing as JSON.", "leave --json out"
+    elif split != "train" and measure is not None:
+        message = f"--measure samples the rows to train on, not those of --split {split}."
+        problem = message, "leave --split out; to measure other rows, name them in data.train"
+    if problem is not None:
+        raise fail("C001", "data", problem[0], fix=problem[1])
 
 
 def _show(recipe: Recipe, label: str, rows: int, split: str, as_json: bool, terminal: Terminal) -> None:
