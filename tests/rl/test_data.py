@@ -118,6 +118,17 @@ def test_unusable_rows_are_named_by_file_and_line(tmp_path, rows, said):
     assert said in refused(write(tmp_path / "rows.jsonl", *rows))
 
 
+def test_a_prompt_may_hold_calls_that_say_nothing_besides(tmp_path):
+    """It was refused, where the same message was a completion or stood in a whole conversation."""
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    asked, told = {"role": "user", "content": "1+1="}, {"role": "tool", "content": "2"}
+    for message in ({"content": None, "tool_calls": [call]}, {"tool_calls": [call]}):
+        row = {"prompt": [asked, {"role": "assistant", **message}, told]}
+        assert load_rows(write(tmp_path / "rows.jsonl", row), "prompt", None) == [row]
+    row = {"prompt": [asked, {"role": "assistant", "content": None, "tool_calls": []}, told]}
+    assert "message 2 has NoneType as its 'content'" in refused(write(tmp_path / "rows.jsonl", row))
+
+
 def test_an_answer_column_that_is_not_there_is_refused(tmp_path):
     source = write(tmp_path / "rows.jsonl", {"prompt": "a", "answers": "b"})
     message = refused(source, answer="answer")
