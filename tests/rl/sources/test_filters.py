@@ -3,6 +3,8 @@
 import json
 
 import pytest
+from tokenizers import Tokenizer, decoders, models, normalizers
+from transformers import PreTrainedTokenizerFast
 
 from shardproof.config.load import from_json, load_recipe
 from shardproof.errors import ConfigError
@@ -225,6 +227,31 @@ def test_a_part_of_a_letter_is_shown_by_its_bytes():
     found = "".join(show(token)["text"] for token in tokens)
     assert found == "a<C3><A9> <E6><97><A5>"
     assert show(tokenizer.convert_tokens_to_ids("<|im_end|>"))["special"]
+
+
+def test_spaces_and_bytes_of_sentencepiece_tokens_are_shown():
+    """Their decoders take a space from the beginning of each text: "1 + 1" looked like "1+1"."""
+    words = ["<unk>", "<s>", "<0xC3>", "<0xA9>", *("\u2581", "\u2581\u2581", "\u25811", "1", "+", "x")]
+    merges = [("\u2581", "1"), ("\u2581", "\u2581")]
+    model = models.BPE(
+        {word: n for n, word in enumerate(words)}, merges, byte_fallback=True, unk_token="<unk>"
+    )
+    made = Tokenizer(model)
+    made.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+    )
+    parts = (
+        decoders.Replace("\u2581", " "),
+        decoders.ByteFallback(),
+        decoders.Fuse(),
+        decoders.Strip(" ", 1, 0),
+    )
+    made.decoder = decoders.Sequence(list(parts))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>", unk_token="<unk>")
+    show = token_shower(tokenizer)
+    shown = [show(token)["text"] for token in tokenizer("1 + 1+1  xé")["input_ids"]]
+    assert shown == [" 1", " ", "+", " 1", "+", "1", "  ", "x", "<C3>", "<A9>"]
+    assert show(1) == {"id": 1, "text": "<s>", "special": True}
 
 
 def test_keys_of_prompts_tell_answers_apart(tmp_path):

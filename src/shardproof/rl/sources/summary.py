@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,6 +25,8 @@ TRAIN, EVALUATION = "train", "evaluation"
 _SEEN = [*range(33, 127), *range(161, 173), *range(174, 256)]
 _UNSEEN = [byte for byte in range(256) if byte not in _SEEN]
 _BYTES = {chr(n): n for n in _SEEN} | {chr(256 + k): n for k, n in enumerate(_UNSEEN)}
+_SPACE = "\u2581"  # in the names of tokens
+_BYTE_NAME = re.compile("<0x([0-9A-F]{2})>")
 _BINS = 8
 _EXAMPLES = 3  # prompts that stand in two sets
 _LOOKED_AHEAD = 2048  # prompts whose sources are counted
@@ -155,21 +158,31 @@ def token_shower(tokenizer: Any) -> Callable[[int], dict[str, Any]]:
     def show(token: int) -> dict[str, Any]:
         if token not in known:
             with panics_as_errors():
-                text = str(tokenizer.decode([token], skip_special_tokens=False))
-                if "\ufffd" in text or not text:
-                    text = _bytes_in(str(tokenizer.convert_ids_to_tokens(token)))
+                name = str(tokenizer.convert_ids_to_tokens(token))
+                text = _seen(name, str(tokenizer.decode([token], skip_special_tokens=False)))
             known[token] = {"id": int(token), "text": text, "special": token in special}
         return known[token]
 
     return show
 
 
+def _seen(name: str, text: str) -> str:
+    """The text of a token as it stands inside of a sequence, from its name and from what it decodes to by itself."""
+    spaces = len(name) - len(name.lstrip(_SPACE))
+    if spaces and not text.startswith(_SPACE):
+        # Decoders of SentencePiece's kind take a space from the beginning of what they decode.
+        return " " * spaces + text.lstrip(" ")
+    return _bytes_in(name) if "\ufffd" in text or not text else text
+
+
 def _bytes_in(name: str) -> str:
-    """The bytes that a byte-level tokenizer's name for a token stands for; the name itself if it is of another kind."""
-    try:
-        return "".join(f"<{_BYTES[letter]:02X}>" for letter in name)
-    except KeyError:
+    """The bytes that the name of a token stands for; the name itself if it is of another kind."""
+    if (byte := _BYTE_NAME.fullmatch(name)) is not None:
+        return f"<{byte[1]}>"
+    # The byte-level name of a part of a letter has letters beyond ASCII.
+    if name.isascii() or not all(letter in _BYTES for letter in name):
         return name
+    return "".join(f"<{_BYTES[letter]:02X}>" for letter in name)
 
 
 def trained_of(prompt: Prompt) -> list[int]:
