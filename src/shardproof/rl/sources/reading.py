@@ -106,6 +106,7 @@ def read_held_out(recipe: Recipe, held_out: HeldOut, environment: EnvironmentPoo
         prompt=own,
         answer=held_out.answer_column,
         prompt_under=data.prompt_column if own != data.prompt_column else None,
+        source=held_out.name,
         environment=environment,
     )
     rows = _read(held_out.source, columns, environment)
