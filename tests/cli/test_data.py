@@ -1,8 +1,11 @@
 """`shardproof data`: what it shows, and the file of pass rates that it measures."""
 
+import datetime
 import io
 import json
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
@@ -131,6 +134,17 @@ def test_json_holds_what_no_terminal_can_show(tmp_path):
     data = write_rows(tmp_path / "odd.jsonl", [{"prompt": "1+1=", "answer": "é\ud800"}])
     given = (TINY, f"data.train={data}", "data.evaluation=none", "output.eval_every=0")
     assert json.loads(run(*given, "--json").splitlines()[-1])["shown"][0]["answer"] == "é\ud800"
+
+
+def test_json_holds_the_dates_of_a_row(tmp_path):
+    """A traceback stood there, though the row could be trained on."""
+    row = {"prompt": "1+1=", "answer": "2", "chat_template_kwargs": {"today": datetime.date(2024, 1, 2)}}
+    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "rows.parquet")
+    template = "{{ messages[0].content }}{{ today.day }}"
+    given = (TINY, f"data.train={tmp_path / 'rows.parquet'}", "data.evaluation=none", "output.eval_every=0")
+    given += ("data.chat=true", f'data.chat_template_kwargs={{chat_template="{template}"}}')
+    (shown,) = json.loads(run(*given, "--json").splitlines()[-1])["shown"]
+    assert shown["text"] == "1+1=2" and shown["template"]["today"] == "2024-01-02"
 
 
 def test_held_out_sets_may_have_any_name(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import statistics
 from collections import Counter
@@ -199,9 +200,11 @@ def row_shown(prompt: Prompt, show: Callable[[int], dict[str, Any]], recipe: Rec
         "text": prompt.text,
         "sequences": list(_sequences(prompt, show, _is_scored(recipe))),
     }
-    for name in ("source", "sampling", "template"):
+    for name in ("source", "sampling"):
         if value := getattr(prompt, name):
             found[name] = value
+    if prompt.template:
+        found["template"] = json.loads(json.dumps(prompt.template, default=str))  # Parquet has dates
     if (said := _judgement(prompt, recipe)) is not None:
         found["judged"] = said
     if prompt.row.get("answer") is not None and recipe.reward is not None:
