@@ -73,6 +73,13 @@ def test_every_fact_has_its_line():
         assert line in [" ".join(each.split()) for each in text.splitlines()]
 
 
+def test_a_conversation_that_does_not_begin_is_told():
+    failed = {"row": 3, "text": "", "sequences": [], "error": "LookupError: no such page"}
+    text = printed(facts([], shown=[failed], begins=True))
+    assert "no conversation begins: LookupError: no such page" in text and "are sampled" not in text
+    assert "these are the rows' own prompts" in text
+
+
 def test_tokens_stand_over_their_ids_and_what_is_trained_on_is_marked():
     tokens = [
         token("<s>", 1, special=True),

@@ -43,6 +43,8 @@ class View:
         )
         self.console.print(self._sets(facts))
         self._print("min to max: tokens of prompts; longest: with what may follow them", "dim")
+        if facts.get("begins"):
+            self._print("The environment begins conversations itself: these are the rows' own prompts", "dim")
         self._lengths(facts)
         if len(facts["sources"]) > 1:
             self._print("")
@@ -103,7 +105,9 @@ class View:
             self._print(f"  {name}{len(tokens)} tokens{trained}", "dim")
             for line in self._tokens(tokens):
                 self.console.print(line, soft_wrap=True)
-        if facts["samples"] and not any(t["trained"] for s in row["sequences"] for t in s["tokens"]):
+        if "error" in row:
+            self._print(f"  no conversation begins: {printable(row['error'], 300)}", "yellow")
+        elif facts["samples"] and not any(t["trained"] for s in row["sequences"] for t in s["tokens"]):
             most = row.get("sampling", {}).get("max_new_tokens", facts["max_new_tokens"])
             use = "trained on" if facts["split"] == "train" else "scored"
             self._print(f"  then up to {most} tokens are sampled, and {use}", "dim")

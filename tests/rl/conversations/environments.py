@@ -154,6 +154,18 @@ class Flips(Environment):
         return Reply(f"+{self.random.randrange(10)}=", self.random.random())
 
 
+class Rolls(Environment):
+    """Brings a prompt that depends on its seed; cannot where the row's answer is 0."""
+
+    def start(self, row: dict[str, Any], seed: int) -> str:
+        if not int(row["answer"]):
+            raise FileNotFoundError("the dice are missing")
+        return f"{seed % 1000}+{row['answer']}="
+
+    def step(self, turn: Turn) -> None:
+        return None
+
+
 class Clock(Environment):
     """Answers what no two processes answer alike."""
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from shardproof.config.load import from_json
+from shardproof.rl.checks import check_inputs
+from shardproof.rl.sources.summary import summarise
 from tests.ranks import run_ranks
 from tests.rl.conversations.environments import HERE
 from tests.rl.conversations.kept import authors, recipe_with, run_and_keep, sequences
@@ -64,6 +67,28 @@ def test_an_environment_alone_may_reward_and_bring_the_rows(tmp_path):
     assert prompts == {f"3+{n}=" for n in range(6)}
     for t in found["trajectories"]:
         assert t["facts"]["answer"] == str(eval(t["facts"]["prompt"].rstrip("=")))
+
+
+def test_what_is_shown_of_the_data_is_what_conversations_begin_with(tmp_path):
+    """The row's own prompt was shown, or none, whatever the environment began with."""
+    rows = write_rows(tmp_path / "rows.jsonl", [{"answer": str(n)} for n in range(1, 9)])
+    data = (f"data.train={rows}", "data.evaluation=none", "train.steps=2", "train.prompts_per_step=3")
+    recipe = recipe_with(tmp_path / "run", "Rolls", *data)
+    (found,) = run_ranks(1, run_and_keep, recipe)
+    inputs = check_inputs(from_json(recipe))
+    facts = summarise(from_json(recipe), inputs, "train", 6)
+    shown = [tuple(each["id"] for each in row["sequences"][0]["tokens"]) for row in facts["shown"]]
+    read = {t["group"]: tuple(t["segments"][0]["tokens"]) for t in found["trajectories"]}
+    assert read == dict(enumerate(shown[3:]))
+    assert facts["begins"] and "error" not in facts["shown"][0]
+    text = inputs.tokenizer.decode(shown[0])
+    assert facts["shown"][0]["text"] == text and len(text) > len("+1=")
+    rows.write_text(rows.read_text().replace('"8"', '"0"'))
+    (failed,) = (
+        row for row in summarise(from_json(recipe), check_inputs(from_json(recipe)), "train", 8)["shown"]
+        if "error" in row
+    )  # fmt: skip
+    assert failed["row"] == 7 and failed["sequences"] == [] and "the dice are missing" in failed["error"]
 
 
 def test_the_same_seed_gives_the_same_conversations_on_one_two_and_three_ranks(tmp_path):

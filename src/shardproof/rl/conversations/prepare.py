@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from shardproof.config.schema import Environment, Recipe
@@ -21,6 +22,7 @@ from shardproof.rollout.trajectory import Trajectory
 from shardproof.user_code import describe_error
 
 SOURCE = "environment:"  # what begins the name of a data source that an environment has
+_NO_OPENING = "start() gave a reply"
 _TRIALS = 3  # rows of which one must open before a run starts
 
 
@@ -161,17 +163,49 @@ def first_opening(pool: EnvironmentPool, rows: Sequence[Row], seed: int) -> tupl
         pool.release(number)
         if isinstance(answer, Opening):
             return number, answer
-        error = error or (answer.error if isinstance(answer, Failure) else "start() gave a reply")
+        error = error or (answer.error if isinstance(answer, Failure) else _NO_OPENING)
     raise _cannot_begin(f"any of the first {min(len(rows), _TRIALS)} rows", error)
 
 
 def first_prompt(rules: Rules, prompt: Prompt, opening: Opening, max_new_tokens: int) -> tuple[int, ...]:
     """The tokens that such a conversation begins with; raises R509 if they cannot be made, or leave no room for a turn."""
-    conversation = Conversation(prompt, 0, Trajectory.of_prompt(prompt.tokens), rules)
     try:
-        conversation.begin(opening, max_new_tokens)
+        return _begun(rules, prompt, opening, max_new_tokens)
     except Exception as error:  # a template that rejects the messages, or a limit
         raise _cannot_begin("one of the first rows", describe_error(error)) from error
+
+
+def open_prompts(
+    recipe: Recipe, rules: Rules, prompts: Sequence[Prompt], seeds: Sequence[int], max_new_tokens: int
+) -> list[tuple[Prompt, str]]:
+    """Each prompt with the text and tokens that its conversation begins with, and why it does not, if it does not.
+
+    The environment runs in a worker that ends with it.
+    """
+    found = []
+    with environment_of(recipe) as pool:
+        assert pool is not None, "these are rules of an environment"
+        for number, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True)):
+            pool.open(number, prompt.row, seed)
+            ((_, answer),) = pool.answers()
+            pool.release(number)
+            if not isinstance(answer, Opening):
+                found.append((prompt, answer.error if isinstance(answer, Failure) else _NO_OPENING))
+                continue
+            most = (prompt.sampling or {}).get("max_new_tokens", max_new_tokens)
+            try:
+                tokens = _begun(rules, prompt, answer, most)
+            except Exception as error:
+                found.append((prompt, describe_error(error)))
+                continue
+            found.append((replace(prompt, text=rules.decode(tokens, False), tokens=tokens), ""))
+    return found
+
+
+def _begun(rules: Rules, prompt: Prompt, opening: Opening, max_new_tokens: int) -> tuple[int, ...]:
+    conversation = Conversation(prompt, 0, Trajectory.of_prompt(prompt.tokens), rules)
+    with panics_as_errors():
+        conversation.begin(opening, max_new_tokens)
     return conversation.current.tokens
 
 

@@ -14,7 +14,8 @@ from shardproof.config.schema import Recipe
 from shardproof.model.families import max_positions
 from shardproof.rl.algorithms.registry import find_algorithm
 from shardproof.rl.checks import Inputs
-from shardproof.rl.data import Prompt
+from shardproof.rl.conversations.prepare import open_prompts
+from shardproof.rl.data import Prompt, sample_seed
 from shardproof.rl.sources.given import given_kind, label_of, margin_of
 from shardproof.rl.sources.pass_rates import key_of
 from shardproof.rl.sources.reading import is_sampled, longest
@@ -46,6 +47,8 @@ def summarise(recipe: Recipe, inputs: Inputs, split: str, num_rows: int) -> dict
         stream = make_stream(recipe, inputs.prompts, inputs.sources, inputs.rates)
         order = stream.take(min(num_rows, len(inputs.prompts)))
     show = token_shower(inputs.tokenizer)
+    shown = [sets[split][number] for number in order]
+    begun = _as_begun(recipe, inputs, split, shown, followed[split])
     return {
         "model": recipe.model.path,
         "algorithm": recipe.algorithm.name,
@@ -65,8 +68,24 @@ def summarise(recipe: Recipe, inputs: Inputs, split: str, num_rows: int) -> dict
         "sources": _sources(recipe, inputs),
         "shared": _shared(sets),
         "split": split,
-        "shown": [row_shown(sets[split][number], show, recipe) for number in order],
+        "begins": any(new.tokens != old.tokens for (new, _), old in zip(begun, shown, strict=True)),
+        "shown": [row_shown(prompt, show, recipe, error) for prompt, error in begun],
     }
+
+
+def _as_begun(
+    recipe: Recipe, inputs: Inputs, split: str, prompts: Sequence[Prompt], max_new_tokens: int
+) -> list[tuple[Prompt, str]]:
+    """The first prompts of a set as their conversations begin in a run, and why one does not, if it does not."""
+    if inputs.rules is None or not prompts:
+        return [(prompt, "") for prompt in prompts]
+    size, seed = recipe.train.prompts_per_step, recipe.train.seed
+    # As in `starts_of`: of the first steps, or of every evaluation.
+    seeds = [
+        sample_seed(seed, *(divmod(number, size) if split == TRAIN else (-1, number)))
+        for number in range(len(prompts))
+    ]
+    return open_prompts(recipe, inputs.rules, prompts, seeds, max_new_tokens)
 
 
 def sets_of(inputs: Inputs) -> dict[str, Sequence[Prompt]]:
@@ -193,13 +212,20 @@ def trained_of(prompt: Prompt) -> list[int]:
     return [0] * len(prompt.tokens) + [1] * len(prompt.completion)
 
 
-def row_shown(prompt: Prompt, show: Callable[[int], dict[str, Any]], recipe: Recipe) -> dict[str, Any]:
-    """What the model sees of a row: its sequences token by token, and what the row says besides."""
+def row_shown(
+    prompt: Prompt, show: Callable[[int], dict[str, Any]], recipe: Recipe, error: str
+) -> dict[str, Any]:
+    """What the model sees of a row: its sequences token by token, and what the row says besides.
+
+    There are none where the `error` keeps its conversation from beginning.
+    """
     found: dict[str, Any] = {
         "row": prompt.number,
         "text": prompt.text,
-        "sequences": list(_sequences(prompt, show, _is_scored(recipe))),
+        "sequences": [] if error else list(_sequences(prompt, show, _is_scored(recipe))),
     }
+    if error:
+        found["error"] = error
     for name in ("source", "sampling"):
         if value := getattr(prompt, name):
             found[name] = value
