@@ -260,6 +260,20 @@ def test_keys_of_prompts_tell_answers_apart(tmp_path):
     assert keys[0] == keys[2] != keys[1]
 
 
+def test_rows_keep_their_pass_rates_in_a_table(tmp_path):
+    """Every cell is text there: a measured number was another answer, and the prompt was not known."""
+    rows = [
+        {"prompt": "1+1=", "answer": 2},
+        {"prompt": "1+2=", "answer": 3.5},
+        {"prompt": "2+2=", "answer": "4"},
+    ]
+    _, inputs = read(tmp_path, rows=rows)
+    table = tmp_path / "rows.csv"
+    table.write_text("prompt,answer\n1+1=,2\n1+2=,3.5\n2+2=,4\n")
+    _, moved = read(tmp_path, f"data.train={table}")
+    assert [key_of(each) for each in moved.prompts] == [key_of(each) for each in inputs.prompts]
+
+
 def test_paths_of_lists_are_found_beside_the_recipe(tmp_path):
     (tmp_path / "rows").mkdir()
     for name in ("a.jsonl", "b.jsonl"):

@@ -22,7 +22,10 @@ def key_of(prompt: Prompt) -> str:
     """What a pass rate is known by: the prompt as the model sees it and its answer, wherever the row lies."""
     if not prompt.tokens:  # an environment brings it
         return rows_digest([prompt])[:16]
-    said = json.dumps([prompt.text, prompt.row.get("answer")], default=str)
+    answer = prompt.row.get("answer")
+    if isinstance(answer, int | float) and not isinstance(answer, bool):
+        answer = str(answer)  # as it stands in a cell of a table
+    said = json.dumps([prompt.text, answer], default=str)
     return hashlib.sha256(said.encode()).hexdigest()[:16]
 
 
