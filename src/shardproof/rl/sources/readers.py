@@ -117,8 +117,8 @@ def _read_parquet(file: IO[bytes], path: Path) -> Iterator[Place]:
         raise unusable(f"{path}: reading Parquet needs pyarrow, which is not installed.", fix) from error
     try:
         # In this thread alone: threads of Arrow's own that still know the file when Python ends may end the process first.
-        packed = pyarrow.parquet.ParquetFile(file, pre_buffer=False)
-        names, batches = packed.schema_arrow.names, packed.iter_batches(use_threads=False)
+        table = pyarrow.parquet.ParquetFile(file, pre_buffer=False)
+        names, batches = table.schema_arrow.names, table.iter_batches(use_threads=False)
     except Exception as error:  # Arrow's own types, and Python's for values that it has no room for
         raise unusable(f"{path} cannot be read as Parquet: {type(error).__name__}: {error}.") from error
     require_unique(names, str(path))
