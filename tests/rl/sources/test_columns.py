@@ -70,8 +70,9 @@ def test_given_completions_have_their_answers_too(tmp_path):
 
 def test_rows_know_the_source_or_the_held_out_set_that_they_are_of(tmp_path):
     """A reward that is about one source had nothing to say about the held-out set of the same name."""
-    plain = write_rows(tmp_path / "plain.jsonl", [{"prompt": "1+1=", "answer": "2"}])
-    own = write_rows(tmp_path / "own.jsonl", [{"prompt": "1+1=", "answer": "2", "data_source": "mine"}])
+    row = {"prompt": "1+1=", "answer": "2"}
+    plain = write_rows(tmp_path / "plain.jsonl", [row])
+    own = write_rows(tmp_path / "own.jsonl", [{**row, "data_source": each} for each in ("mine", None)])
     recipe = small_recipe(
         tmp_path / "run",
         f'data.train=[{{source="{plain}",name="sums"}}, {{source="{own}",name="others"}}]',
@@ -80,6 +81,6 @@ def test_rows_know_the_source_or_the_held_out_set_that_they_are_of(tmp_path):
         "reward.functions=[{name='exact_match',only={data_source='sums'}}]",
     )
     inputs = check_inputs(from_json(recipe))
-    assert [prompt.row["data_source"] for prompt in inputs.prompts] == ["sums", "mine"]
+    assert [prompt.row["data_source"] for prompt in inputs.prompts] == ["sums", "mine", "others"]
     named = {name: prompts[0].row.get("data_source") for name, prompts in inputs.held_out.items()}
     assert named == {"": None, "sums": "sums", "held-out": "mine"}

@@ -90,8 +90,8 @@ def _check(place: str, row: Row, columns: Columns) -> None:
     if not isinstance(row.get(TEMPLATE_COLUMN, {}), dict | None):
         found = type(row[TEMPLATE_COLUMN]).__name__
         raise unusable(f"{place}: column {TEMPLATE_COLUMN!r} holds {found}; expected an object.")
-    if columns.source:
-        row.setdefault(SOURCE_COLUMN, columns.source)
+    if columns.source and row.get(SOURCE_COLUMN) is None:
+        row[SOURCE_COLUMN] = columns.source
 
 
 def _require_no_conversation(place: str, row: Row, prompt: str) -> None:
