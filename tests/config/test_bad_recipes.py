@@ -157,7 +157,11 @@ def test_limits_that_may_be_off(value):
     ("algorithm", "rollout", "said"),
     [
         ({"correction": "icepop", "icepop_bounds": [5.0, 0.5]}, {}, "icepop_bounds: the first must be below"),
-        ({"correction": "icepop", "icepop_bounds": 5.0}, {}, "icepop_bounds: expected a list, such as [1, 2]"),
+        (
+            {"correction": "icepop", "icepop_bounds": 5.0},
+            {},
+            "icepop_bounds: expected a list, such as [1, 2]",
+        ),
         ({"correction": "mis", "tis_cap": 3.0}, {}, "tis_cap is for correction='tis', not for 'mis'"),
         ({"mis_cap": 3.0}, {}, "mis_cap is for correction='mis', not for 'tis'"),
         ({"correction": "none", "icepop_bounds": [0.1, 2.0]}, {}, "icepop_bounds is for correction='icepop'"),
