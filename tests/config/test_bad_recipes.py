@@ -14,7 +14,7 @@ import pytest
 import shardproof as sp
 from shardproof.config import foreign_names
 from shardproof.config.foreign_names import names_here
-from shardproof.config.load import all_keys, load_recipe, parse_recipe
+from shardproof.config.load import all_keys, from_json, load_recipe, parse_recipe, to_json
 from shardproof.config.schema import Recipe, keys_of
 from shardproof.rl.checks import model_folder
 
@@ -301,6 +301,19 @@ def test_a_config_of_another_library_is_told_how_to_become_a_recipe(tmp_path, na
     (tmp_path / name).write_text("num_generations: 8\nbeta: 0.04\n")
     with pytest.raises(sp.ConfigError, match=f"`shardproof import-config .*{name}`"):
         load_recipe(tmp_path / name)
+
+
+def test_dates_are_text_for_all_who_read_a_recipe(tmp_path):
+    """Ranks read it as JSON: what looked at the data first gave chat templates dates, and ranks gave them text."""
+    given = "{ today = 2024-01-02, at = [07:32:00, 2024-01-02T07:32:00Z] }"
+    path = tmp_path / "dates.toml"
+    text = f"[data]\ntrain = 't'\nchat_template_kwargs = {given}\n"
+    path.write_text(f"{text}[model]\npath = 'm'\n[train]\nsteps = 1\n[output]\nfolder = 'f'\n")
+    recipe = load_recipe(path, ["data.chat_template_kwargs.tomorrow=2024-01-03", "algorithm.name=sft"])
+    found = recipe.data.chat_template_kwargs
+    assert found["today"] == "2024-01-02" and found["tomorrow"] == "2024-01-03"
+    assert found["at"] == ["07:32:00", "2024-01-02T07:32:00+00:00"]
+    assert from_json(to_json(recipe)) == recipe
 
 
 def test_a_value_in_place_of_a_section_is_told_so():

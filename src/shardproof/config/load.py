@@ -8,6 +8,7 @@ import json
 import os
 import tomllib
 from collections.abc import Iterator, Sequence
+from datetime import date, time
 from pathlib import Path
 from typing import Any, get_args
 
@@ -60,6 +61,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         _resolve(each, "path", file.parent)
     for override in overrides:
         _apply(data, override)
+    _write_dates(data)
     return parse_recipe(data, str(file))
 
 
@@ -96,6 +98,18 @@ def _has_files(pattern: str) -> bool:
         return any(True for _ in glob.iglob(pattern, recursive=True))
     except ValueError:  # it can be no path
         return False
+
+
+def _write_dates(data: dict[str, Any]) -> None:
+    """Put dates and times as text: recipes travel as JSON, and all who read one must see the same."""
+    held: list[Any] = [data]
+    while held:
+        each = held.pop()
+        for key, value in list(each.items() if isinstance(each, dict) else enumerate(each)):
+            if isinstance(value, dict | list):
+                held.append(value)
+            elif isinstance(value, date | time):
+                each[key] = value.isoformat()
 
 
 def _list_in(data: dict[str, Any], section: str, key: str) -> list[Any]:
