@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -103,7 +104,10 @@ def check_vocabularies(recipe: Recipe, tokenizer: Any) -> None:
 
 
 def longest_sequence(recipe: Recipe, inputs: Inputs) -> int | None:
-    """The most tokens of a sequence that a run trains on or scores; None where nothing limits its conversations."""
+    """The most tokens of a sequence that a run trains on or scores; None where nothing limits its conversations.
+
+    It looks at every prompt, which ranks that share them decode for that.
+    """
     if inputs.rules is not None:
         return inputs.rules.max_tokens
     samples = is_sampled(recipe, True)
@@ -116,7 +120,17 @@ def check_contexts(recipe: Recipe, inputs: Inputs) -> None:
 
     Models that are not on this host are let pass.
     """
-    model, most = recipe.model, longest_sequence(recipe, inputs)
+    rooms = list(_rooms(recipe))
+    most = longest_sequence(recipe, inputs) if rooms else None
+    for role, path, positions in rooms:
+        if most is not None and most > positions:
+            message = f"a sequence may have {most} tokens, and {path!r} has {positions} positions."
+            raise fail("C005", role, message, fix=_shorter(recipe, inputs))
+
+
+def _rooms(recipe: Recipe) -> Iterator[tuple[str, str, int]]:
+    """(role, path, positions) of each model beside the policy that has another path and a limit."""
+    model = recipe.model
     for role, section in (
         ("reference", recipe.reference),
         ("critic", recipe.critic),
@@ -124,13 +138,12 @@ def check_contexts(recipe: Recipe, inputs: Inputs) -> None:
     ):
         path = section.path if section is not None else None
         folder = find_folder(path, None) if path is not None and path != model.path else None
-        if folder is None or most is None:
+        if path is None or folder is None:
             continue
         trust = recipe.teacher.trust_remote_code if section is recipe.teacher else model.trust_remote_code
         positions = max_positions(read_config(folder, trust))
-        if positions is not None and most > positions:
-            message = f"a sequence may have {most} tokens, and {path!r} has {positions} positions."
-            raise fail("C005", role, message, fix=_shorter(recipe, inputs))
+        if positions is not None:
+            yield role, path, positions
 
 
 def _shorter(recipe: Recipe, inputs: Inputs) -> str:

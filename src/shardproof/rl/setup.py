@@ -204,9 +204,8 @@ def _load_models(
         section = recipe.critic or Critic()
         critic = make_trainer(recipe, load(section, "critic"), section.lr)
     rewards = load_reward_models(recipe, load)
-    teacher = load_teacher(
-        recipe, load, inputs.tokenizer, policy.sequence_parallel, longest_sequence(recipe, inputs)
-    )
+    longest = partial(longest_sequence, recipe, inputs)
+    teacher = load_teacher(recipe, load, inputs.tokenizer, policy.sequence_parallel, longest)
     scorers = Scorers(
         policy,
         reference,

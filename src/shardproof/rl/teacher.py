@@ -196,12 +196,16 @@ def _added_tokens(tokenizer: Any) -> list[str]:
 
 
 def load_teacher(
-    recipe: Recipe, load: Callable[..., ShardedModel], tokenizer: Any, share: int, longest: int | None
+    recipe: Recipe,
+    load: Callable[..., ShardedModel],
+    tokenizer: Any,
+    share: int,
+    longest: Callable[[], int | None],
 ) -> Teacher | None:
     """The recipe's teacher, whose vocabulary is the policy's; None if there is none.
 
-    `load` is `rl.models.load_role` of the run, `share` the number of ranks that hold each sequence, `longest` the most
-    tokens of one. Collective: every rank.
+    `load` is `rl.models.load_role` of the run, `share` the number of ranks that hold each sequence, `longest` finds
+    the most tokens of one, for which a server must have room. Collective: every rank.
     """
     settings = recipe.teacher
     if settings is None:
@@ -209,7 +213,7 @@ def load_teacher(
     if settings.url is not None:
         served = ServedTeacher(settings, share)
         with together("score"):
-            served.check(tokenizer, longest)
+            served.check(tokenizer, longest())
         return served
     assert settings.path is not None, "a teacher has a path or a url"
     with together("score"):
