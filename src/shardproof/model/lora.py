@@ -59,12 +59,11 @@ def inject_lora(model: PreTrainedModel, config: Any, head: str | None = None) ->
         config.exclude_modules = _and_head(config.exclude_modules, head)
     try:
         peft.inject_adapter_in_model(config, model, adapter_name=ADAPTER)
-        # peft lists it among all linear layers, though it left it out.
-        if head is not None and isinstance(config.target_modules, set):
-            config.target_modules.discard(head)
     except ValueError as error:
         fix = "set the target modules to names of the model's linear layers, such as q_proj and v_proj"
         raise fail("L113", "lora", f"peft could not add adapters: {error}", fix=fix) from error
+    if head is not None and isinstance(config.target_modules, set):
+        config.target_modules.discard(head)  # peft lists it among all linear layers, though it left it out
     for name, module in model.named_modules():
         # peft also gets here through target_modules="all-linear" on models whose experts are fused parameters.
         if type(module).__name__ == "ParamWrapper":

@@ -33,10 +33,8 @@ def rewards(draft: Draft, foreign: Foreign) -> None:
         draft.ask("data.answer_column", "answer", what)
     by_each = draft.values["algorithm.name"] == "gdpo"
     if by_each:
-        keys, weights = (
-            foreign.take("algorithm.gdpo_reward_keys", []),
-            foreign.take("algorithm.gdpo_reward_weights"),
-        )
+        keys = foreign.take("algorithm.gdpo_reward_keys", [])
+        weights = foreign.take("algorithm.gdpo_reward_weights")
         what = f"a function of its own for each of gdpo_reward_keys={keys!r}"
         what += "" if weights is None else f", with the weights {weights!r}"
         draft.ask("reward.functions", draft.values.get("reward.functions", [{"name": "exact_match"}]), what)

@@ -119,7 +119,7 @@ def _read_parquet(file: IO[bytes], path: Path) -> Iterator[Place]:
         # In this thread alone: threads of Arrow's own that still know the file when Python ends may end the process first.
         table = pyarrow.parquet.ParquetFile(file, pre_buffer=False)
         names, batches = table.schema_arrow.names, table.iter_batches(use_threads=False)
-    except Exception as error:  # Arrow's own types, and Python's for values that it has no room for
+    except Exception as error:  # of Arrow's own types
         raise unusable(f"{path} cannot be read as Parquet: {type(error).__name__}: {error}.") from error
     require_unique(names, str(path))
     yield from _numbered((row for batch in batches for row in batch.to_pylist()), f"{path}, row ")
